@@ -1,0 +1,39 @@
+# Everything a fresh machine needs, in two commands:
+#   make demo   see it work: a tour of the library, with a picture at the end
+#   make test   lint, types and every test
+# Both set up .venv first, and only when pyproject.toml or constraints.txt changed.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test lint types unit format clean
+
+demo: $(READY)
+	$(BIN)/python examples/tour.py --out out
+
+test: lint types unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+# Two workers of one thread each use two cores better than one worker of two.
+unit: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) out

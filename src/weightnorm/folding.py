@@ -1,0 +1,84 @@
+"""Plain weights in place of normalized ones: for a while, or for good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from weightnorm import mechanism
+from weightnorm.sites import Site, sites
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def remove_weight_norm(module: nn.Module, name: str | None = None) -> list[str]:
+    """Turn every normalized weight below `module` into a plain parameter of the same value.
+
+    Takes off this library's weight norm and both of torch's. Returns the names; none is no error.
+    `name` keeps to tensors of that name.
+
+    >>> from weightnorm import weight_norm
+    >>> model = nn.Sequential(weight_norm(nn.Linear(2, 3)))
+    >>> remove_weight_norm(model), remove_weight_norm(model)
+    (['0.weight'], [])
+    """
+    found = [site for site in sites(module) if name in (None, site.name)]
+    for site in found:
+        if len(site.chain) > 1:
+            raise ValueError(
+                f"{site.path}: {type(site.chain[1]).__name__} is stacked upon weight norm; "
+                "remove it first with torch.nn.utils.parametrize.remove_parametrizations"
+            )
+    _detach(found, trainable=True)
+    return [site.path for site in found]
+
+
+@contextmanager
+def folded(model: M) -> Iterator[M]:
+    """Inside the block every normalized weight is a plain, frozen parameter; after it, v and g.
+
+    For inference, acting and export: nothing is recomputed, and the state dict is that of a plain
+    model. v and g come back bit for bit, also when the block raises; what was done to the plain
+    weights is dropped.
+
+    >>> from weightnorm import weight_norm
+    >>> model = weight_norm(nn.Linear(2, 3))
+    >>> with folded(model):
+    ...     list(model.state_dict())
+    ['weight', 'bias']
+    """
+    undo = _detach(list(sites(model)), trainable=False)
+    try:
+        yield model
+    finally:
+        undo()
+
+
+def _detach(found: list[Site], *, trainable: bool) -> Callable[[], None]:
+    """Replace normalized tensors by parameters of the same value; the returned call undoes it."""
+    tied: dict[int, nn.Parameter] = {}
+    undos = []
+    for module, of_module in groupby(found, key=lambda site: site.module):
+        weights: dict[str, nn.Parameter] = {}
+        hooked: dict[str, nn.Parameter] = {}
+        for site in of_module:
+            v, g = site.stored
+            if id(v) not in tied:  # tied weights share v, and stay tied
+                grad = trainable and (v.requires_grad or g.requires_grad)
+                with torch.no_grad():
+                    tied[id(v)] = nn.Parameter(site.weight(), requires_grad=grad)
+            (hooked if site.map is None else weights)[site.name] = tied[id(v)]
+        if weights:
+            undos.append(mechanism.detach(module, weights))
+        undos.extend(mechanism.detach_hook(module, n, w) for n, w in hooked.items())
+
+    def undo() -> None:
+        for step in reversed(undos):
+            step()
+
+    return undo

@@ -1,0 +1,186 @@
+"""The method as pure functions: w = g·v/‖v‖, its inverse, its gradients, its projection.
+
+Everywhere `dim` is the axis that is kept: one g for each index along it, the norm over all others.
+``dim=None`` means one g for the whole tensor. `groups` splits axis 0 first, as a grouped transposed
+convolution does: one g for each (group, index along `dim`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weightnorm import kernels
+from weightnorm.kernels import EPS
+
+__all__ = ["EPS", "Parts", "compose", "decompose", "gradients", "norm", "project"]
+
+
+class Parts(NamedTuple):
+    """The two parts of a normalized weight: its direction v and its length g (signed)."""
+
+    v: Tensor
+    g: Tensor
+
+
+def norm(v: Tensor, dim: int | None = 0, *, groups: int = 1) -> Tensor:
+    """‖v‖ over every axis but `dim`, in float32 or wider.
+
+    >>> norm(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
+    tensor([[ 5.],
+            [10.]])
+    """
+    dim = _checked_dim(v, dim, groups)
+    blocks = v.reshape(kernels.block_shape(v.shape, dim, groups))
+    return kernels.block_norm(blocks).reshape(kernels.unit_shape(v.shape, dim, groups))
+
+
+def compose(
+    v: Tensor,
+    g: Tensor,
+    dim: int | None = 0,
+    *,
+    groups: int = 1,
+    mask: Tensor | None = None,
+    eps: float = EPS,
+) -> Tensor:
+    """w = g·v/‖v‖ (eq. 2): the direction of v, the length |g|.
+
+    With a `mask`, v is masked first and normalized then: w = g·(m⊙v)/‖m⊙v‖. A row with
+    ‖v‖ ≤ `eps`, such as a fully masked one, gives w = 0 and receives no gradient.
+
+    Shapes: v and w alike; g is 1 everywhere but along `dim`.
+
+    >>> compose(torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]]))
+    tensor([[6., 8.]])
+    """
+    dim = _checked_dim(v, dim, groups)
+    expected = kernels.unit_shape(v.shape, dim, groups)
+    if g.shape != expected:
+        raise ValueError(
+            f"g has shape {tuple(g.shape)}, but v of shape {tuple(v.shape)} with dim={dim}"
+            f"{f' and groups={groups}' if groups > 1 else ''} needs {expected}; "
+            f"reshape it with g.reshape{expected}"
+        )
+    return kernels.compose(_masked(v, mask), g, dim, groups, eps)
+
+
+def decompose(
+    w: Tensor,
+    dim: int | None = 0,
+    *,
+    groups: int = 1,
+    mask: Tensor | None = None,
+    eps: float = EPS,
+) -> Parts:
+    """Parts (v, g) with compose(v, g) = w: v = w and g = ‖w‖.
+
+    A zero row has no direction to take over. It gets the diagonal one and g = 0: still w = 0, but
+    now g, and through it the row, can learn. v never shares memory with w.
+
+    >>> decompose(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    Parts(v=tensor([[3.0000, 4.0000],
+            [0.7071, 0.7071]]), g=tensor([[5.],
+            [0.]]))
+    """
+    dim = _checked_dim(w, dim, groups)
+    masked = _masked(w, mask)
+    g = norm(masked, dim, groups=groups)
+    if masked.device.type == "meta" or not masked.numel():
+        return Parts(w.clone(), g.to(w.dtype))
+    diagonal = _masked(torch.ones_like(w), mask)
+    diagonal = kernels.formula(diagonal, torch.ones_like(g), dim, groups)
+    v = torch.where(_per_weight(g <= eps, w, dim, groups), diagonal, masked)
+    return Parts(v, g.to(w.dtype))
+
+
+def gradients(
+    grad_w: Tensor,
+    v: Tensor,
+    g: Tensor,
+    dim: int | None = 0,
+    *,
+    groups: int = 1,
+    eps: float = EPS,
+) -> Parts:
+    """Eq. 3: ∇g = ∇w·v/‖v‖ and ∇v = (g/‖v‖)∇w − (g∇g/‖v‖²)v, as Parts(∇v, ∇g).
+
+    >>> v, g = torch.tensor([[3.0, 4.0]]), torch.tensor([[5.0]])
+    >>> gradients(torch.tensor([[1.0, 0.0]]), v, g)
+    Parts(v=tensor([[ 0.6400, -0.4800]]), g=tensor([[0.6000]]))
+    """
+    dim = _checked_dim(v, dim, groups)
+    shape = kernels.block_shape(v.shape, dim, groups)
+    blocks = v.reshape(shape)
+    grad_v, grad_g = kernels.block_gradients(
+        grad_w.reshape(shape),
+        blocks,
+        g.reshape(shape[0], 1, shape[2], 1),
+        kernels.block_inverse(kernels.block_norm(blocks), eps),
+    )
+    return Parts(grad_v.to(v.dtype).reshape(v.shape), grad_g.to(g.dtype).reshape(g.shape))
+
+
+def project(x: Tensor, w: Tensor, dim: int | None = 0, *, groups: int = 1) -> Tensor:
+    """M_w x with M_w = I − ww′/‖w‖² (eq. 4): x without its component along w, unit by unit.
+
+    >>> project(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 0.0]]))
+    tensor([[0., 1.]])
+    """
+    dim = _checked_dim(w, dim, groups)
+    unit = torch.ones_like(norm(w, dim, groups=groups))
+    direction = kernels.formula(w, unit, dim, groups)
+    shape = kernels.block_shape(w.shape, dim, groups)
+    along = (direction * x).reshape(shape).sum((1, 3), keepdim=True)
+    return x - (direction.reshape(shape) * along).reshape(w.shape)
+
+
+def resolve_dim(dim: int | None, ndim: int) -> int | None:
+    """A real axis: negative ones count from the end, None stays None."""
+    if dim is None:
+        return None
+    if not -ndim <= dim < ndim:
+        span = f"−{ndim} … {ndim - 1}" if ndim else "None"
+        raise IndexError(
+            f"dim={dim} is out of range for a weight of {ndim} dimension{'s' * (ndim != 1)}; "
+            f"expected {span}, or None for one g for the whole tensor"
+        )
+    return dim % ndim
+
+
+def _checked_dim(v: Tensor, dim: int | None, groups: int) -> int | None:
+    dim = resolve_dim(dim, v.ndim)
+    if groups != 1 and (dim in (None, 0) or groups < 1 or v.shape[0] % groups):
+        raise ValueError(
+            f"groups={groups} must divide axis 0 of a weight of shape {tuple(v.shape)}, "
+            f"and the kept axis must be another one; got dim={dim}"
+        )
+    return dim
+
+
+def _masked(v: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return v
+    check_mask(mask, v.shape)
+    return v * mask
+
+
+def check_mask(mask: Tensor, shape: torch.Size) -> None:
+    """A mask broadcasts to the weight, or it is an error."""
+    try:
+        fits = torch.broadcast_shapes(mask.shape, shape) == shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}, which does not broadcast to the weight's "
+            f"{tuple(shape)}; give one value per weight, or 1 along the axes it does not vary on"
+        )
+
+
+def _per_weight(units: Tensor, w: Tensor, dim: int | None, groups: int) -> Tensor:
+    """One value per unit → one per weight."""
+    g, before, n, after = kernels.block_shape(w.shape, dim, groups)
+    return units.reshape(g, 1, n, 1).expand(g, before, n, after).reshape(w.shape)

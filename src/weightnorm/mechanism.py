@@ -1,0 +1,222 @@
+"""How a tensor of a module becomes a function of v and g, and a tensor again.
+
+Built on torch.nn.utils.parametrize: the module gets a class of its own, with a property in the
+tensor's place. Added to it:
+
+- reading the tensor is quicker than torch's way to it;
+- copies, pickles and spawned processes work, and a copy gets a class of its own (torch lets copies
+  share it, so that un-parametrizing one breaks the other);
+- a recurrent layer hands its kernel the weights of this very call, and keeps none of them;
+- ``detach`` puts plain tensors in place and returns the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.weight_norm import WeightNorm as TorchHook
+
+
+class Originals(ParametrizationList):
+    """torch's holder of original0 = g and original1 = v, quicker to read and safe to write."""
+
+    original0: Tensor
+    original1: Tensor
+
+    def forward(self) -> Tensor:
+        if len(self._modules) == 1:  # torch searches for further maps on every access
+            first: Any = self._modules["0"]
+            w: Tensor = first.forward(self.original0, self.original1)
+            return w
+        return super().forward()
+
+    @torch.no_grad()
+    def right_inverse(self, value: Tensor) -> None:
+        """Write a weight through its parts, by copying: torch would alias the caller's memory."""
+        if value.shape != self.original1.shape:
+            raise ValueError(
+                f"got a weight of shape {tuple(value.shape)}, "
+                f"expected {tuple(self.original1.shape)}"
+            )
+        inverse: Any = value
+        for parametrization in reversed(list[Any](self)):
+            inverse = parametrization.right_inverse(inverse)
+        self.original0.copy_(inverse[0])
+        self.original1.copy_(inverse[1])
+
+
+def attach(module: nn.Module, name: str, parametrization: nn.Module) -> Originals:
+    """Turn ``module.<name>`` into ``parametrization(g, v)``."""
+    parametrize.register_parametrization(module, name, parametrization, unsafe=True)
+    originals: Originals = parametrizations_of(module)[name]
+    originals.__class__ = Originals
+    _adopt(module, [name])
+    return originals
+
+
+def share(module: nn.Module, name: str, originals: Originals) -> None:
+    """Let ``module.<name>`` be computed from the parts of another, tied tensor."""
+    attach(module, name, nn.Identity())
+    parametrizations_of(module)[name] = originals
+
+
+def parametrizations_of(module: nn.Module) -> Any:
+    """The module's ParametrizationLists by tensor name; empty if there are none."""
+    return module.parametrizations if parametrize.is_parametrized(module) else {}
+
+
+def detach(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[], None]:
+    """Put plain `weights` where parametrized tensors are. The returned call undoes it exactly."""
+    cls, parametrizations = type(module), parametrizations_of(module)
+    saved, children = dict(parametrizations.items()), list(module._modules)
+    properties = {name: cls.__dict__[name] for name in weights}
+    for name in weights:
+        delattr(cls, name)
+        del parametrizations[name]
+    if not parametrizations:
+        del module._modules["parametrizations"]
+        module.__class__ = cls.__bases__[0]
+    _set_parameters(module, weights)
+
+    def undo() -> None:
+        for name, prop in properties.items():
+            del module._parameters[name]
+            setattr(cls, name, prop)
+        module.__class__ = cls
+        for name in list(parametrizations):
+            del parametrizations[name]
+        parametrizations.update(saved)
+        now = {**module._modules, "parametrizations": parametrizations}
+        order = [n for n in children if n in now] + [n for n in now if n not in children]
+        module._modules.clear()
+        module._modules.update({n: now[n] for n in order})
+        refresh(module)
+
+    return undo
+
+
+def detach_hook(module: nn.Module, name: str, weight: nn.Parameter) -> Callable[[], None]:
+    """The same for torch's older flavour: a forward pre-hook over ``<name>_g`` and ``<name>_v``."""
+    key, hook = next((k, h) for k, h in _hooks(module).items() if h.name == name)
+    stale = module.__dict__.pop(name, None)
+    saved = dict(module._parameters)
+    del module._forward_pre_hooks[key]
+    for part in (f"{name}_g", f"{name}_v"):
+        del module._parameters[part]
+    _set_parameters(module, {name: weight})
+
+    def undo() -> None:
+        del module._parameters[name]
+        now = dict(module._parameters)
+        module._parameters.clear()
+        module._parameters.update({n: now.get(n, p) for n, p in saved.items()})
+        module._forward_pre_hooks[key] = hook
+        if stale is not None:
+            setattr(module, name, stale)
+
+    return undo
+
+
+def hook_of(module: nn.Module, name: str) -> Any:
+    """torch's older weight-norm hook on this tensor, if it has one."""
+    return next((hook for hook in _hooks(module).values() if hook.name == name), None)
+
+
+def hooked_names(module: nn.Module) -> list[str]:
+    """Names of the tensors that torch's older flavour has normalized."""
+    return [hook.name for hook in _hooks(module).values()]
+
+
+def _hooks(module: nn.Module) -> dict[int, Any]:
+    return {k: h for k, h in module._forward_pre_hooks.items() if isinstance(h, TorchHook)}
+
+
+def refresh(module: nn.Module) -> None:
+    """Tell a recurrent layer that its tensors are others now."""
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
+
+
+def _set_parameters(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
+    """Register parameters where a plain layer has them: weights before biases."""
+    others = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update({**weights, **others})
+    if isinstance(module, nn.RNNBase):
+        both = dict(module._parameters)
+        module._parameters.clear()
+        module._parameters.update({n: both[n] for n in module._flat_weights_names if n in both})
+    refresh(module)
+
+
+def _adopt(module: nn.Module, names: Iterable[str]) -> None:
+    """Teach the class that torch made for this one module to read fast, copy, pickle and recur."""
+    cls: Any = type(module)
+    for name in names:
+        setattr(cls, name, _quick_property(name, getattr(cls, name)))
+    cls.__reduce_ex__ = _reduce_ex
+    if "__deepcopy__" in cls.__dict__:  # torch's: the copy would share this class
+        del cls.__deepcopy__
+    if isinstance(module, nn.RNNBase):
+        cls.forward = _recurrent_forward
+        cls._init_flat_weights = _forget_flat_weights
+        cls._update_flat_weights = _nothing_to_update
+        module._init_flat_weights()
+
+
+def _quick_property(name: str, slow: property) -> property:
+    """torch's property without its detours: two module calls and a search for more maps."""
+
+    def read(module: nn.Module) -> Any:
+        if parametrize._cache_enabled:
+            return slow.fget(module)  # type: ignore[misc]
+        return module._modules["parametrizations"]._modules[name].forward()  # type: ignore
+
+    return property(read, slow.fset)
+
+
+def _reduce_ex(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+    base: Any = parametrize.type_before_parametrizations(module)
+    # Python 3.10 has no object.__getstate__; torch's own on this class only raises.
+    state = base.__getstate__(module) if hasattr(base, "__getstate__") else dict(module.__dict__)
+    return _rebuild, (base, tuple(parametrizations_of(module))), state
+
+
+def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """An empty module of the parametrized class; the state that follows fills it."""
+    module = base.__new__(base)
+    nn.Module.__init__(module)
+    for name in names:
+        module.register_parameter(name, nn.Parameter(torch.empty(0)))
+        parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights_names = []
+    _adopt(module, names)
+    return module
+
+
+def _recurrent_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the kernel on weights computed once, now; a list kept from before would be stale.
+
+    (torch's RNN reads ``_flat_weights``; left alone it would train a frozen copy, pytorch#65688.)
+    """
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+    base: Any = parametrize.type_before_parametrizations(module)
+    try:
+        return base.forward(module, *args, **kwargs)
+    finally:
+        module._init_flat_weights()
+
+
+def _forget_flat_weights(module: Any) -> None:
+    module._flat_weights = [None] * len(module._flat_weights_names)
+    module._flat_weight_refs = list(module._flat_weights)
+
+
+def _nothing_to_update(module: Any) -> None:
+    """The weights of the call are already in place."""

@@ -1,19 +1,36 @@
 """Weight normalization for PyTorch, after Salimans & Kingma (2016)."""
 
 from weightnorm import functional
+from weightnorm.data_init import data_dependent_init
 from weightnorm.folding import folded, remove_weight_norm
 from weightnorm.functional import Parts
+from weightnorm.init_report import InitReport
+from weightnorm.mean_only import (
+    MeanOnlyBatchNorm1d,
+    MeanOnlyBatchNorm2d,
+    MeanOnlyBatchNorm3d,
+    mean_only_batch_norm,
+)
 from weightnorm.reparam import init_, weight_norm, weight_norm_model
 from weightnorm.sites import WeightNorm, is_weight_normed, normalized_weights, parts
+from weightnorm.variants import Parameterization, parameterize
 
 __all__ = [
+    "InitReport",
+    "MeanOnlyBatchNorm1d",
+    "MeanOnlyBatchNorm2d",
+    "MeanOnlyBatchNorm3d",
+    "Parameterization",
     "Parts",
     "WeightNorm",
+    "data_dependent_init",
     "folded",
     "functional",
     "init_",
     "is_weight_normed",
+    "mean_only_batch_norm",
     "normalized_weights",
+    "parameterize",
     "parts",
     "remove_weight_norm",
     "weight_norm",

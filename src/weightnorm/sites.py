@@ -85,6 +85,10 @@ class Site:
         return self.chain[0] if self.chain else None
 
     @property
+    def is_log(self) -> bool:
+        return isinstance(self.map, WeightNorm) and self.map.scale == "log"
+
+    @property
     def stored(self) -> Parts:
         """The parameters themselves: v, and g or s."""
         if self.map is None:

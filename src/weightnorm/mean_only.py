@@ -1,0 +1,251 @@
+"""Mean-only batch normalization (section 4): t̃ = t − μ[t] + b, eq. 7.
+
+Two forms of the same numbers:
+
+- ``MeanOnlyBatchNorm1d/2d/3d``: a module behind anything, like torch's BatchNorm.
+- ``mean_only_batch_norm(layer)``: around a linear map, where the mean is cheaper.
+
+Note [the mean is linear]
+    t = w·x is linear in x, so μ[w·x] = w·μ[x]: one mean image through the layer replaces a pass
+    over all activations, and b − μ rides in the layer's own bias. For a convolution the mean over
+    space is taken of that one image's output, so strides, padding and groups come out exactly.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weightnorm import layers
+from weightnorm.collective import Group, mean_over_ranks
+from weightnorm.kernels import wide_dtype
+
+
+class _MeanOnlyBatchNorm(nn.Module):
+    """t − μ[t] + b per feature (eq. 7); its gradient is centred: ∇t = ∇t̃ − μ[∇t̃] (eq. 8).
+
+    Args:
+        num_features: C of an input (B, C, …).
+        momentum: weight of the newest batch in the running mean; ``None`` averages all batches.
+        bias: learn b, starting at 0.
+        track_running_stats: keep the running mean for evaluation; without it the batch's own mean
+            is used there too.
+        group: take the mean over all ranks of this process group.
+    """
+
+    dims: tuple[int, ...]
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        momentum: float | None = 0.1,
+        bias: bool = True,
+        track_running_stats: bool = True,
+        *,
+        group: Group = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_features, self.momentum, self.group = num_features, momentum, group
+        self.track_running_stats = track_running_stats
+        b = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", b)
+        tracked = track_running_stats
+        mean = torch.zeros(num_features, device=device, dtype=dtype) if tracked else None
+        count = torch.tensor(0, device=device) if tracked else None
+        self.register_buffer("running_mean", mean)
+        self.register_buffer("num_batches_tracked", count)
+
+    def forward(self, t: Tensor) -> Tensor:
+        if t.ndim not in self.dims or t.shape[1] != self.num_features:
+            expected = " or ".join(f"{d}-d" for d in self.dims)
+            raise ValueError(
+                f"{type(self).__name__} got an input of shape {tuple(t.shape)}; expected {expected}"
+                f" with {self.num_features} features along axis 1"
+            )
+        mean = self.running_mean
+        if mean is None or self.training:
+            mean = self.observe(*_sum_and_count(t, 1))
+        shift = -mean if self.bias is None else self.bias - mean
+        return t + shift.to(t.dtype).view(-1, *[1] * (t.ndim - 2))
+
+    def observe(self, total: Tensor, count: int) -> Tensor:
+        """The batch mean from its sum and count, on all ranks; the running mean takes note."""
+        mean = mean_over_ranks(total, count, self.group)
+        if self.training and self.running_mean is not None:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked += 1
+            new = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), new)
+        return mean
+
+    def fold_into(self, layer: nn.Module) -> nn.Module:
+        """A copy of `layer` that ends in this module's evaluation: bias ← bias − μ̄ + b."""
+        if self.running_mean is None:
+            raise ValueError("without running statistics there is no fixed mean to fold")
+        layer = copy.deepcopy(layer)
+        with torch.no_grad():
+            bias = -self.running_mean if self.bias is None else self.bias - self.running_mean
+            own = getattr(layer, "bias", None)
+            layer.bias = nn.Parameter(bias if own is None else own + bias)
+        return layer
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_features}, momentum={self.momentum}, bias={self.bias is not None}, "
+            f"track_running_stats={self.track_running_stats}"
+        )
+
+
+class MeanOnlyBatchNorm1d(_MeanOnlyBatchNorm):
+    """Mean-only batch normalization of (B, C) or (B, C, L)."""
+
+    __doc__ += _MeanOnlyBatchNorm.__doc__ or ""
+    dims = (2, 3)
+
+
+class MeanOnlyBatchNorm2d(_MeanOnlyBatchNorm):
+    """Mean-only batch normalization of (B, C, H, W)."""
+
+    __doc__ += _MeanOnlyBatchNorm.__doc__ or ""
+    dims = (4,)
+
+
+class MeanOnlyBatchNorm3d(_MeanOnlyBatchNorm):
+    """Mean-only batch normalization of (B, C, D, H, W)."""
+
+    __doc__ += _MeanOnlyBatchNorm.__doc__ or ""
+    dims = (5,)
+
+
+class Centered(nn.Module):
+    """A layer whose pre-activations are centred over the batch: t̃ = w·x − μ[w·x] + b.
+
+    b is the layer's own bias. Behind a linear or convolutional layer the mean is computed by
+    Note [the mean is linear]; behind any other, from the activations.
+    """
+
+    def __init__(self, layer: nn.Module, norm: _MeanOnlyBatchNorm) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, norm
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        norm, layer = self.norm, self.layer
+        mean = None if norm.training else norm.running_mean
+        if not isinstance(layer, (nn.Linear, layers.Conv)):
+            t: Tensor = layer(*inputs)
+            if mean is None:
+                total, count = _sum_and_count(t, -1)
+                mean = norm.observe(
+                    total if self.bias is None else total - count * self.bias, count
+                )
+            return t - mean.to(t.dtype)
+        (x,) = inputs
+        weight = layer.weight
+        if mean is None:
+            mean = norm.observe(*_linear_sum_and_count(layer, x, weight))
+        shift = -mean if self.bias is None else self.bias - mean
+        return _linear_map(layer, x, weight, shift.to(weight.dtype))
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """b of eq. 7."""
+        bias: nn.Parameter | None = self.layer.bias  # type: ignore[assignment]
+        return bias
+
+    def fold(self) -> nn.Module:
+        """The layer alone, with the running mean folded into its bias: for inference."""
+        return self.norm.fold_into(self.layer)
+
+
+def mean_only_batch_norm(
+    layer: nn.Module, momentum: float | None = 0.1, *, group: Group = None
+) -> Centered:
+    """Centre a layer's pre-activations over the batch (eq. 7); its bias becomes b of the paper.
+
+    >>> layer = mean_only_batch_norm(nn.Linear(3, 2))
+    >>> t = layer(torch.randn(8, 3))
+    >>> torch.allclose(t.mean(0), layer.bias, atol=1e-6)
+    True
+    """
+    kind, features = norm_rank(layer), unit_count(layer)
+    cls = {1: MeanOnlyBatchNorm1d, 2: MeanOnlyBatchNorm2d, 3: MeanOnlyBatchNorm3d}[kind]
+    like: Any = layer.weight
+    norm = cls(features, momentum, bias=False, group=group, device=like.device, dtype=like.dtype)
+    return Centered(layer, norm.train(layer.training))
+
+
+def norm_rank(layer: nn.Module) -> int:
+    """Which of the norms, 1d, 2d or 3d, fits behind this layer."""
+    if isinstance(layer, (nn.Linear, nn.Bilinear)):
+        return 1
+    if isinstance(layer, layers.Conv):
+        return len(layer.kernel_size)
+    raise TypeError(
+        f"no batch statistics behind {type(layer).__name__}: expected a linear, bilinear or "
+        "convolutional layer"
+    )
+
+
+def unit_count(layer: nn.Module) -> int:
+    """How many output units a linear, bilinear or convolutional layer has."""
+    units: Any = layer.out_channels if isinstance(layer, layers.Conv) else layer.out_features
+    return int(units)
+
+
+def _sum_and_count(t: Tensor, axis: int) -> tuple[Tensor, int]:
+    """Sum of each feature over every other axis, in float32 or wider, and over how many."""
+    axes = [d for d in range(t.ndim) if d != axis % t.ndim]
+    return t.sum(axes, dtype=wide_dtype(t.dtype)), t.numel() // max(t.shape[axis], 1)
+
+
+def _linear_sum_and_count(
+    layer: nn.Linear | layers.Conv, x: Tensor, weight: Tensor
+) -> tuple[Tensor, int]:
+    """Sum of w·x over batch and space, by way of the mean input: Note [the mean is linear]."""
+    if isinstance(layer, nn.Linear):
+        rows = x.reshape(-1, x.shape[-1])
+        count = rows.shape[0]
+        mean_x = rows.sum(0, dtype=wide_dtype(x.dtype)) / max(count, 1)
+        mean_t = F.linear(mean_x.to(x.dtype), weight)
+        return mean_t.to(mean_x.dtype) * count, count
+    if x.ndim != len(layer.kernel_size) + 2:
+        raise ValueError(
+            f"mean-only batch norm needs a batch: expected {len(layer.kernel_size) + 2} "
+            f"dimensions, got an input of shape {tuple(x.shape)}"
+        )
+    mean_x = x.sum(0, keepdim=True, dtype=wide_dtype(x.dtype)) / max(x.shape[0], 1)
+    t = _linear_map(layer, mean_x.to(x.dtype), weight, None)  # (1, C, *space)
+    total, space = _sum_and_count(t, 1)
+    return total * x.shape[0], space * x.shape[0]
+
+
+def _linear_map(
+    layer: nn.Linear | layers.Conv, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """The layer's own map, with a weight and a bias handed in."""
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight, bias)
+    if not isinstance(layer, layers.ConvTransposed):
+        out: Tensor = layer._conv_forward(x, weight, bias)
+        return out
+    conv = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(layer.kernel_size) - 1]
+    padding: Any = layer.padding
+    return conv(
+        x,
+        weight,
+        bias,
+        layer.stride,
+        padding,
+        layer.output_padding,
+        layer.groups,
+        layer.dilation,
+    )

@@ -136,7 +136,7 @@ def _set_layer(
     mean, std = _moments(output, axis, name, isinstance(layer, layers.Conv), group)
 
     bias: Tensor | None = layer.bias
-    old_bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+    old_bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype, copy=True)
     t_mean = mean - old_bias
     dead = std <= _DEAD * t_mean.abs()
     scale = torch.where(dead, 1.0, goal / torch.where(dead, 1.0, std))

@@ -10,6 +10,11 @@ Note [zero rows]
     At v = 0 the direction v/‖v‖ does not exist. A row with ‖v‖ ≤ eps counts as zero: w = 0, and no
     gradient reaches v or g (the only choice symmetric in v). NaN is not a zero row: it propagates.
 
+Note [torch's second derivative]
+    torch differentiates its fused backward as if ‖v‖ did not depend on v, so second derivatives
+    come out wrong without a word (torch 2.13; a gradient penalty meets this). A hook on the node
+    puts the right expression in its place when a graph of the gradient is asked for.
+
 Note [blocks]
     Any weight is viewed as (groups, before, units, after), with `units` the kept axis and the norm
     over `before` and `after`. Only a grouped transposed convolution has more than one group: its
@@ -19,6 +24,7 @@ Note [blocks]
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,8 +131,33 @@ def closed_form(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: flo
 def native(v: Tensor, g: Tensor, eps: float = EPS) -> Tensor | None:
     """w = g·v/‖v‖ by torch's fused kernel (dim 0); None if a zero row is in the way."""
     w, norm = torch._weight_norm_interface(v, g, 0)
-    # Written so that NaN passes: only a real zero row is handed on.
-    return None if norm.min().item() <= eps else w
+    if norm.min().item() <= eps:  # NaN passes: it is not a zero row
+        return None
+    if w.grad_fn is not None:
+        w.grad_fn.register_hook(partial(_mend_second_order, v, g, eps))
+    return w
+
+
+def _mend_second_order(
+    v: Tensor,
+    g: Tensor,
+    eps: float,
+    grads: tuple[Tensor | None, ...],
+    grad_w: tuple[Tensor, ...],
+) -> tuple[Tensor | None, ...] | None:
+    """Replace torch's gradients by eq. 3 in differentiable form, if they will be differentiated.
+
+    See Note [torch's second derivative].
+    """
+    if not torch.is_grad_enabled():
+        return None
+    shape = block_shape(v.shape, 0)
+    blocks = v.reshape(shape)
+    inverse = block_inverse(block_norm(blocks), eps)
+    units = g.reshape(shape[0], 1, shape[2], 1)
+    grad_v, grad_g = block_gradients(grad_w[0].reshape(shape), blocks, units, inverse)
+    mended = (grad_v.reshape(v.shape), grad_g.reshape(g.shape))
+    return tuple(new if old is not None else None for new, old in zip(mended, grads, strict=True))
 
 
 def compose(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float = EPS) -> Tensor:
@@ -164,7 +195,7 @@ def _is_eager(v: Tensor) -> bool:
     """
     return (
         type(v) in _PLAIN
-        and v.device.type != "meta"
+        and not v.is_meta
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0

@@ -29,9 +29,10 @@ class Originals(ParametrizationList):
     original1: Tensor
 
     def forward(self) -> Tensor:
-        if len(self._modules) == 1:  # torch searches for further maps on every access
+        held = self._parameters
+        if len(self._modules) == 1 and held:  # torch searches for further maps on every access
             first: Any = self._modules["0"]
-            w: Tensor = first.forward(self.original0, self.original1)
+            w: Tensor = first.forward(held["original0"], held["original1"])
             return w
         return super().forward()
 

@@ -1,0 +1,148 @@
+"""The three forms of w = g·v/‖v‖ against torch, each other, and finite differences."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from weightnorm import kernels
+from weightnorm.kernels import closed_form, compose, formula, native, unit_shape
+
+SHAPES = [(4, 3), (4, 3, 2), (2, 6, 3, 2), (3, 2, 2, 2, 2), (5, 1), (1, 5)]
+FORMS = {"formula": formula, "closed_form": closed_form, "compose": compose}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+
+
+def leaves(shape, dim, groups=1, dtype=torch.float64, zero_row=False):
+    v = torch.randn(shape, dtype=dtype)
+    if zero_row:
+        v.select(dim, 0).zero_()
+    g = torch.randn(unit_shape(v.shape, dim, groups), dtype=dtype)
+    return v.requires_grad_(), g.requires_grad_()
+
+
+def dims_of(shape):
+    return [*range(len(shape)), None]
+
+
+CASES = [(shape, dim) for shape in SHAPES for dim in dims_of(shape)]
+every_case = pytest.mark.parametrize(("shape", "dim"), CASES)
+
+
+@every_form
+@every_case
+def test_first_and_second_derivatives_match_finite_differences(form, shape, dim):
+    v, g = leaves(shape, dim)
+    assert gradcheck(lambda v, g: form(v, g, dim), (v, g))
+    assert gradgradcheck(lambda v, g: form(v, g, dim), (v, g))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_form
+@every_case
+def test_equals_torch(form, shape, dim, dtype):
+    if len(shape) > 2 and shape[-1] == 1:
+        pytest.skip("torch's fused kernel takes the last axis for the first here")
+    v, g = leaves(shape, dim, dtype=dtype)
+    expected = (
+        torch._weight_norm(v, g, -1 if dim is None else dim)
+        if dim is not None
+        else (v * (g / v.norm()))
+    )
+    got = form(v, g, dim)
+    grad = torch.randn(shape, dtype=dtype)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, (v, g), grad), torch.autograd.grad(expected, (v, g), grad)
+    )
+
+
+@every_form
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_are_normalized_apart(form, groups):
+    v, g = leaves((4, 3, 2, 2), 1, groups)
+    w = form(v, g, 1, groups)
+    for i, (block, scale) in enumerate(zip(v.chunk(groups), g.split(1), strict=True)):
+        torch.testing.assert_close(w.chunk(groups)[i], formula(block, scale, 1))
+    assert gradcheck(lambda v, g: form(v, g, 1, groups), (v, g))
+    assert gradgradcheck(lambda v, g: form(v, g, 1, groups), (v, g))
+
+
+@every_form
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_zero_row_gives_zero_and_no_gradient(form, dim, dtype):
+    v, g = leaves((3, 4, 2), dim, dtype=dtype, zero_row=True)
+    w = form(v, g, dim)
+    grad_v, grad_g = torch.autograd.grad(w, (v, g), torch.ones_like(w))
+    for tensor in (w, grad_v, grad_g):
+        assert tensor.isfinite().all()
+        assert (tensor.select(dim, 0) == 0).all()
+    assert (grad_v.select(dim, 1) != 0).any()
+    assert w.dtype == grad_v.dtype == dtype
+
+
+@every_form
+def test_nan_is_not_taken_for_a_zero_row(form):
+    v, g = leaves((3, 4), 0)
+    v.data[1, 2] = float("nan")
+    assert form(v, g, 0)[1].isnan().all()
+    assert form(v, g, 0)[0].isfinite().all()
+
+
+@every_form
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_half_types_take_the_norm_in_float32_and_round_once(form, dtype, dim):
+    v, g = leaves((64, 64), dim, dtype=dtype)
+    v.data *= 200  # ‖v‖² overflows float16
+    expected = formula(v.double(), g.double(), dim)
+    got = form(v, g, dim)
+    assert got.dtype == dtype
+    ulp = torch.finfo(dtype).eps * expected.abs()
+    assert ((got.double() - expected).abs() <= 0.51 * ulp + 1e-7).all()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
+def test_channels_last_weights_stay_channels_last(dim):
+    v, g = leaves((4, 3, 5, 2), dim)
+    last = v.detach().to(memory_format=torch.channels_last).requires_grad_()
+    w = compose(last, g, dim)
+    assert w.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(w, formula(v, g, dim), check_stride=False)
+    assert gradcheck(lambda v, g: compose(v, g, dim), (last, g))
+
+
+def test_the_fused_kernel_steps_aside_for_a_zero_row():
+    v, g = leaves((3, 4), 0, zero_row=True)
+    assert native(v, g) is None
+    assert native(*leaves((3, 4), 0)) is not None
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_backward_keeps_only_v_g_and_the_norms(dim):
+    v, g = leaves((6, 4, 3), dim)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        compose(v, g, dim)
+    assert sum(t.numel() for t in kept) <= v.numel() + 2 * g.numel()
+
+
+def test_function_transforms_and_forward_mode():
+    v, g = (t.detach() for t in leaves((3, 4), 0))
+    batch = torch.stack([v, 2 * v])
+    both = torch.func.vmap(lambda v: compose(v, g, 0))(batch)
+    torch.testing.assert_close(both[0], both[1])
+    jacobian = torch.func.jacrev(lambda v: compose(v, g, 0))(v)
+    torch.testing.assert_close(jacobian, torch.func.jacfwd(lambda v: compose(v, g, 0))(v))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(v, v)
+        tangent = torch.autograd.forward_ad.unpack_dual(compose(dual, g, 0)).tangent
+    torch.testing.assert_close(tangent, torch.zeros_like(v))  # along v, w does not move
+
+
+def test_shapes():
+    shape = torch.Size((4, 3, 2))
+    assert unit_shape(shape, 1) == (1, 3, 1)
+    assert unit_shape(shape, 1, groups=2) == (2, 3, 1)
+    assert unit_shape(shape, None) == ()
+    assert kernels.block_shape(shape, 1, 2) == (2, 2, 3, 2)

@@ -44,9 +44,12 @@ LAYERS = {
         lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True), _real(2, 5, 3)
     ),
     "gru": Case(lambda: nn.GRU(3, 4), _real(5, 2, 3)),
-    "rnn-cell": Case(lambda: nn.RNNCell(3, 4), _real(2, 3)),
-    "lstm-cell": Case(lambda: nn.LSTMCell(3, 4), _real(2, 3)),
-    "gru-cell": Case(lambda: nn.GRUCell(3, 4), _real(2, 3)),
+    "rnn-cell": Case(lambda: nn.RNNCell(3, 4), lambda: (torch.randn(2, 3), torch.randn(2, 4))),
+    "lstm-cell": Case(
+        lambda: nn.LSTMCell(3, 4),
+        lambda: (torch.randn(2, 3), (torch.randn(2, 4), torch.randn(2, 4))),
+    ),
+    "gru-cell": Case(lambda: nn.GRUCell(3, 4), lambda: (torch.randn(2, 3), torch.randn(2, 4))),
     "attention": Case(lambda: nn.MultiheadAttention(8, 2), lambda: (torch.randn(4, 2, 8),) * 3),
     "attention-kdim": Case(
         lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=5),

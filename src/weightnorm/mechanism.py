@@ -74,7 +74,7 @@ def parametrizations_of(module: nn.Module) -> Any:
 def detach(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[], None]:
     """Put plain `weights` where parametrized tensors are. The returned call undoes it exactly."""
     cls, parametrizations = type(module), parametrizations_of(module)
-    saved, children = dict(parametrizations.items()), list(module._modules)
+    saved, children = dict(parametrizations.items()), dict(module._modules)
     properties = {name: cls.__dict__[name] for name in weights}
     for name in weights:
         delattr(cls, name)
@@ -92,10 +92,7 @@ def detach(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[
         for name in list(parametrizations):
             del parametrizations[name]
         parametrizations.update(saved)
-        now = {**module._modules, "parametrizations": parametrizations}
-        order = [n for n in children if n in now] + [n for n in now if n not in children]
-        module._modules.clear()
-        module._modules.update({n: now[n] for n in order})
+        _reorder(module._modules, children, ["parametrizations"])
         refresh(module)
 
     return undo
@@ -103,9 +100,9 @@ def detach(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[
 
 def detach_hook(module: nn.Module, name: str, weight: nn.Parameter) -> Callable[[], None]:
     """The same for torch's older flavour: a forward pre-hook over ``<name>_g`` and ``<name>_v``."""
-    key, hook = next((k, h) for k, h in _hooks(module).items() if h.name == name)
+    key = next(k for k, hook in _hooks(module).items() if hook.name == name)
     stale = module.__dict__.pop(name, None)
-    saved = dict(module._parameters)
+    saved, hooks = dict(module._parameters), dict(module._forward_pre_hooks)
     del module._forward_pre_hooks[key]
     for part in (f"{name}_g", f"{name}_v"):
         del module._parameters[part]
@@ -113,10 +110,8 @@ def detach_hook(module: nn.Module, name: str, weight: nn.Parameter) -> Callable[
 
     def undo() -> None:
         del module._parameters[name]
-        now = dict(module._parameters)
-        module._parameters.clear()
-        module._parameters.update({n: now.get(n, p) for n, p in saved.items()})
-        module._forward_pre_hooks[key] = hook
+        _reorder(module._parameters, saved, [f"{name}_g", f"{name}_v"])
+        _reorder(module._forward_pre_hooks, hooks, [key])
         if stale is not None:
             setattr(module, name, stale)
 
@@ -145,14 +140,20 @@ def refresh(module: nn.Module) -> None:
 
 def _set_parameters(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
     """Register parameters where a plain layer has them: weights before biases."""
-    others = dict(module._parameters)
+    all_ = {**weights, **module._parameters}
+    first = [n for n in getattr(module, "_flat_weights_names", ()) if n in all_]
     module._parameters.clear()
-    module._parameters.update({**weights, **others})
-    if isinstance(module, nn.RNNBase):
-        both = dict(module._parameters)
-        module._parameters.clear()
-        module._parameters.update({n: both[n] for n in module._flat_weights_names if n in both})
+    module._parameters.update({n: all_[n] for n in [*first, *all_]})
     refresh(module)
+
+
+def _reorder(now: dict[Any, Any], before: dict[Any, Any], returning: list[Any]) -> None:
+    """Put the returning entries back where they were among those that are there now."""
+    now.update({key: before[key] for key in returning})
+    ordered = {key: now[key] for key in before if key in now}
+    ordered.update(now)
+    now.clear()
+    now.update(ordered)
 
 
 def _adopt(module: nn.Module, names: Iterable[str]) -> None:

@@ -1,0 +1,156 @@
+"""Copies, pickles, processes and functional calls of normalized modules."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from weightnorm import is_weight_normed, parts, remove_weight_norm, weight_norm, weight_norm_model
+from zoo import LAYERS, every_layer
+
+
+def saved(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": saved,
+    "copy of a copy": lambda m: copy.deepcopy(pickle.loads(pickle.dumps(copy.deepcopy(m)))),
+}
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
+@pytest.mark.parametrize("after_forward", [False, True], ids=["fresh", "used"])
+@every_layer
+def test_copies_compute_the_same_and_live_apart(case, duplicate, after_forward):
+    layer, inputs = weight_norm(case.make()), case.inputs()
+    if after_forward:
+        case.run(layer, inputs).sum().backward()
+    twin = duplicate(layer)
+    before = case.run(layer, inputs)
+    assert torch.equal(case.run(twin, inputs), before)
+    assert not {id(p) for p in twin.parameters()} & {id(p) for p in layer.parameters()}
+    remove_weight_norm(twin)  # torch's own copies share a class: this would break the original
+    assert is_weight_normed(layer)
+    assert torch.equal(case.run(layer, inputs), before)
+    torch.testing.assert_close(case.run(twin, inputs), before)
+
+
+def test_a_copy_inside_torchs_cache_has_weights_of_its_own():
+    layer = weight_norm(nn.Linear(3, 2))
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        parts(twin).g.mul_(2)
+    with parametrize.cached():
+        torch.testing.assert_close(twin.weight, 2 * layer.weight)
+        assert layer.weight is layer.weight
+
+
+def test_state_dicts_round_trip_through_files(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    weight_norm_model(model)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    weight_norm_model(other)
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    x = torch.randn(2, 3, 3, 3)
+    assert torch.equal(other(x), model(x))
+
+
+def _train_in_child(model, queue):
+    queue.put((type(model).__name__, model(torch.ones(1, 3)).detach().sum().item()))
+
+
+def test_spawned_processes_get_the_model():
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    model = weight_norm(nn.Linear(3, 2))
+    child = context.Process(target=_train_in_child, args=(model, queue))
+    child.start()
+    name, value = queue.get()
+    child.join()
+    assert child.exitcode == 0
+    assert name == "ParametrizedLinear"
+    assert value == pytest.approx(model(torch.ones(1, 3)).sum().item())
+
+
+def test_averaged_models_average_v_and_g():
+    model = weight_norm(nn.Linear(3, 2))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    first = [p.clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    average.update_parameters(model)
+    for p, mean in zip(first, average.module.parameters(), strict=True):
+        torch.testing.assert_close(mean, 2 * p)
+    assert average(torch.randn(4, 3)).isfinite().all()
+
+
+@every_layer
+def test_functional_call_uses_the_given_parts(case):
+    layer, inputs = weight_norm(case.make()), case.inputs()
+    other = weight_norm(case.make())
+    given = {name: p.detach().clone() for name, p in other.named_parameters()}
+    out = torch.func.functional_call(layer, given, inputs)
+    out = out[0] if isinstance(out, tuple) else out
+    torch.testing.assert_close(out, case.run(other, inputs))
+
+
+def test_recurrent_layers_keep_no_stale_weights():
+    layer = weight_norm(nn.LSTM(3, 4))
+    x = torch.randn(5, 2, 3)
+    before = layer(x)[0]
+    with torch.no_grad():
+        parts(layer, "weight_hh_l0").g.mul_(2)
+    assert not torch.equal(layer(x)[0], before)
+    layer.flatten_parameters()
+    layer.to(torch.float64)
+    assert layer(x.double())[0].dtype == torch.float64
+    assert all(w is None for w in layer._flat_weights)
+
+
+def test_recurrent_weights_are_computed_once_a_call(monkeypatch):
+    from weightnorm import kernels
+
+    layer, calls = weight_norm(nn.LSTM(3, 4)), []
+    compose = kernels.compose
+    monkeypatch.setattr(kernels, "compose", lambda *a: calls.append(a) or compose(*a))
+    layer(torch.randn(5, 2, 3))
+    assert len(calls) == 2  # input-hidden and hidden-hidden
+
+
+def test_packed_sequences():
+    plain = LAYERS["lstm"].make()
+    layer = weight_norm(copy.deepcopy(plain))
+    packed = nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(2, 3)])
+    torch.testing.assert_close(layer(packed)[0].data, plain(packed)[0].data)
+
+
+def test_torchs_own_tools_can_take_it_off():
+    layer = weight_norm(nn.Linear(3, 2))
+    before = layer.weight.detach().clone()
+    parametrize.remove_parametrizations(layer, "weight")
+    assert type(layer) is nn.Linear
+    assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_compiles_without_graph_breaks():
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 2, 3))
+    weight_norm_model(model)
+    x = torch.randn(2, 3, 8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    compiled(x).sum().backward()
+    assert parts(model[2]).g.grad.abs().sum() > 0

@@ -1,0 +1,413 @@
+"""Applying weight norm: it changes nothing, trains like torch's, and refuses bad input whole."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from weightnorm import (
+    init_,
+    is_weight_normed,
+    normalized_weights,
+    parts,
+    remove_weight_norm,
+    weight_norm,
+    weight_norm_model,
+)
+from weightnorm.functional import norm
+from weightnorm.layers import unit_axis, weight_names
+from zoo import LAYERS, every_layer
+
+SCALES = ["linear", "log"]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def snapshot(module):
+    return {k: v.clone() for k, v in module.state_dict().items()}, str(module)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@every_layer
+def test_applying_changes_nothing_the_layer_computes(case, scale):
+    layer, inputs = case.make(), case.inputs()
+    before = case.run(layer, inputs)
+    assert weight_norm(layer, scale=scale) is layer
+    torch.testing.assert_close(case.run(layer, inputs), before)
+
+
+@every_layer
+def test_gradients_flow_to_every_part(case):
+    layer, inputs = weight_norm(case.make()), case.inputs()
+    (case.run(layer, inputs) * torch.randn_like(case.run(layer, inputs))).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        if "parametrizations" in name:
+            assert parameter.grad.abs().sum() > 0, name
+
+
+@every_layer
+def test_one_g_for_each_output_unit(case):
+    layer = weight_norm(case.make())
+    for name in weight_names(layer):
+        v, g = parts(layer, name)
+        dim, groups = unit_axis(layer, name)
+        assert g.numel() == v.shape[dim] * groups
+        torch.testing.assert_close(g, norm(v, dim, groups=groups))
+
+
+def test_transposed_convolutions_have_one_g_for_each_output_channel():
+    layer = weight_norm(nn.ConvTranspose2d(4, 6, 3, groups=2))
+    assert parts(layer).g.shape == (2, 3, 1, 1)
+    x = torch.randn(2, 4, 5, 5)
+    before = layer(x) - layer.bias.view(-1, 1, 1)
+    with torch.no_grad():
+        parts(layer).g[1, 0] *= 2  # output channel 3 = group 1, channel 0
+    after = layer(x) - layer.bias.view(-1, 1, 1)
+    ratio = torch.ones(6)
+    ratio[3] = 2
+    torch.testing.assert_close(after, before * ratio.view(-1, 1, 1))
+
+
+STEPPED = ["linear", "bilinear", "conv1d", "conv2d", "conv3d", "embedding", "lstm-cell", "gru-cell"]
+
+
+@pytest.mark.parametrize("name", STEPPED)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_steps_like_torchs_own(name, optimizer):
+    ours, case = LAYERS[name].make(), LAYERS[name]
+    theirs, inputs = copy.deepcopy(ours), case.inputs()
+    weight_norm(ours)
+    for tensor in weight_names(theirs):
+        parametrizations.weight_norm(theirs, tensor)
+    losses = []
+    for layer in (ours, theirs):
+        step = optimizer(layer.parameters(), lr=0.1)
+        for _ in range(3):
+            step.zero_grad()
+            loss = case.run(layer, inputs).square().sum()
+            loss.backward()
+            step.step()
+        losses.append(loss)
+    torch.testing.assert_close(*losses)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [0, 1, 2, 3, -1, -2, None, "auto"])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_every_dim_dtype_and_scale(dtype, dim, scale, kind):
+    layer = kind(3, 5, 2).to(dtype)
+    before = layer.weight.detach().clone()
+    weight_norm(layer, dim=dim, scale=scale)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(layer.weight, before, rtol=4 * eps, atol=4 * eps)
+    kept = {"auto": int(kind is nn.ConvTranspose2d)}.get(dim, dim)
+    expected = (
+        () if kept is None else tuple(n if i == kept % 4 else 1 for i, n in enumerate(before.shape))
+    )
+    v, g = parts(layer)
+    assert g.shape == expected
+    assert v.dtype == g.dtype == layer.weight.dtype == dtype
+    layer.weight.sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parametrizations.parameters())
+
+
+def test_log_scale_trains_s_and_says_so_in_the_state_dict():
+    layer = weight_norm(nn.Linear(3, 2), scale="log")
+    s = layer.parametrizations.weight.original0
+    torch.testing.assert_close(s.exp(), norm(layer.weight))
+    torch.testing.assert_close(parts(layer).g, s.exp())
+    with pytest.raises(RuntimeError, match="log_scale"):
+        weight_norm(nn.Linear(3, 2)).load_state_dict(layer.state_dict())
+    with pytest.raises(RuntimeError, match="log_scale"):
+        layer.load_state_dict(weight_norm(nn.Linear(3, 2)).state_dict())
+
+
+def test_checkpoints_of_torchs_weight_norm_load():
+    theirs = parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
+    ours = weight_norm(nn.Conv2d(3, 4, 3))
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours.weight, theirs.weight)
+
+
+def test_a_frozen_g_stays():
+    layer = weight_norm(nn.Linear(3, 2), train_g=False)
+    g = parts(layer).g.clone()
+    layer(torch.randn(4, 3)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=1.0).step()
+    assert torch.equal(parts(layer).g, g)
+    assert parts(layer).v.grad.abs().sum() > 0
+
+
+def test_a_frozen_layer_stays_frozen():
+    layer = weight_norm(nn.Linear(3, 2).requires_grad_(False))
+    assert not any(p.requires_grad for p in layer.parameters())
+
+
+def test_masked_weights_are_normalized_inside_their_mask():
+    mask = torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0]])
+    layer = weight_norm(nn.Linear(3, 3), mask=mask)
+    torch.testing.assert_close(norm(layer.weight)[:2], parts(layer).g[:2])
+    assert (layer.weight[mask == 0] == 0).all()
+    layer.weight.sum().backward()
+    assert (parts(layer).v.grad[mask == 0] == 0).all()
+    assert all(p.grad.isfinite().all() for p in layer.parametrizations.parameters())
+    assert set(layer.state_dict()) == set(weight_norm(nn.Linear(3, 3)).state_dict())
+    assert torch.equal(copy.deepcopy(layer).weight, layer.weight)
+
+
+def test_a_zero_initialized_layer_computes_zero_and_can_learn():
+    layer = nn.Linear(4, 3)
+    nn.init.zeros_(layer.weight)
+    weight_norm(layer)
+    assert (layer.weight == 0).all()
+    step = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.randn(32, 4)
+    losses = []
+    for _ in range(200):
+        step.zero_grad()
+        loss = (layer(x) - x[:, :3]).square().mean()
+        loss.backward()
+        step.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_autocast_normalizes_in_float32():
+    layer = weight_norm(nn.Linear(8, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer.weight.dtype == torch.float32
+        out = layer(torch.randn(2, 8))
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert parts(layer).v.grad.dtype == torch.float32
+
+
+def test_any_module_by_name_and_dim():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel = nn.Parameter(torch.randn(2, 3, 4))
+
+    module = Scale()
+    before = module.kernel.detach().clone()
+    weight_norm(module, "kernel", dim=-2)
+    assert parts(module, "kernel").g.shape == (1, 3, 1)
+    torch.testing.assert_close(module.kernel, before)
+
+
+def test_a_one_dimensional_weight_with_a_dim():
+    layer = weight_norm(nn.LayerNorm(5), "weight", dim=None)
+    torch.testing.assert_close(layer.weight, torch.ones(5))
+    assert parts(layer).g.shape == ()
+
+
+def test_init_lands_where_torchs_would_be_lost():
+    layer = weight_norm(nn.Linear(4, 3))
+    before = layer.weight.detach().clone()
+    nn.init.ones_(layer.weight)
+    assert torch.equal(layer.weight, before)  # the known silent no-op
+    init_(layer, lambda w: nn.init.normal_(w, std=0.05))
+    assert layer.weight.std() < 0.1
+    assert not torch.equal(layer.weight, before)
+    plain = init_(nn.Linear(4, 3), nn.init.ones_)
+    assert (plain.weight == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_init_lands_in_torchs_flavours():
+    for flavour in (nn.utils.weight_norm, parametrizations.weight_norm):
+        layer = init_(flavour(nn.Linear(4, 3)), nn.init.ones_)
+        torch.testing.assert_close(layer(torch.eye(4)) - layer.bias, torch.ones(4, 3))
+
+
+def test_assigning_a_weight_copies_it():
+    layer, other = weight_norm(nn.Linear(4, 3)), torch.randn(3, 4)
+    layer.weight = other
+    torch.testing.assert_close(layer.weight, other)
+    other.zero_()
+    assert (parts(layer).v != 0).any()
+    with pytest.raises(ValueError, match=r"got a weight of shape \(4, 3\), expected \(3, 4\)"):
+        layer.weight = torch.randn(4, 3)
+
+
+def test_a_whole_model():
+    model = nn.Sequential(
+        nn.Embedding(9, 4), nn.LSTM(4, 4), nn.TransformerEncoderLayer(4, 2, 8), nn.LayerNorm(4)
+    )
+    names = weight_norm_model(model)
+    assert names == [
+        "1.weight_ih_l0",
+        "1.weight_hh_l0",
+        "2.self_attn.in_proj_weight",
+        "2.self_attn.out_proj.weight",
+        "2.linear1.weight",
+        "2.linear2.weight",
+    ]
+    assert list(normalized_weights(model)) == names
+    assert weight_norm_model(model, where=lambda name, module: True) == ["0.weight"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_layers_agree_with_their_plain_form_on_every_path(training):
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).train(training)
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():  # in evaluation torch takes its fused path
+        before = model(x)
+        weight_norm_model(model)
+        torch.testing.assert_close(model(x), before)
+
+
+def test_tied_weights_stay_tied():
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 3), "out": nn.Linear(3, 7, bias=False)})
+    model["out"].weight = model["embed"].weight
+    names = weight_norm_model(model, where=lambda name, module: True)
+    assert names == ["embed.weight", "out.weight"]
+    assert parts(model["embed"]).v is parts(model["out"]).v
+    assert len(list(model.parameters())) == 2
+    twin = copy.deepcopy(model)
+    assert parts(twin["embed"]).v is parts(twin["out"]).v
+    remove_weight_norm(model)
+    assert model["out"].weight is model["embed"].weight
+
+
+def test_meta_weights_are_not_computed():
+    layer = weight_norm(nn.ConvTranspose1d(3, 4, 2, device="meta"))
+    assert all(p.is_meta for p in layer.parameters())
+    assert parts(layer).g.shape == (1, 4, 1)
+    real = weight_norm(nn.ConvTranspose1d(3, 4, 2))
+    layer.to_empty(device="cpu").load_state_dict(real.state_dict())
+    torch.testing.assert_close(layer.weight, real.weight)
+
+
+def test_lazy_layers_are_normalized_when_they_get_a_shape():
+    model = nn.Sequential(nn.LazyConvTranspose2d(4, 3), nn.Flatten(), nn.LazyLinear(2))
+    names = weight_norm_model(model)
+    assert names == ["0.weight", "2.weight"]
+    assert not is_weight_normed(model[0])
+    model(torch.randn(2, 3, 5, 5))
+    assert parts(model[0]).g.shape == (1, 4, 1, 1)
+    assert parts(model[2]).g.shape == (2, 1)
+    model(torch.randn(2, 3, 5, 5)).sum().backward()
+    assert parts(model[2]).v.grad is not None
+
+
+BAD = {
+    "no such parameter": (nn.Linear(3, 2), {"name": "wieght"}, ValueError, "did you mean 'weight'"),
+    "no parameter at all": (nn.ReLU(), {}, ValueError, "has no parameter 'weight': it has none"),
+    "one-dimensional": (nn.LayerNorm(3), {}, ValueError, r"1 dimension, .* pass dim=None"),
+    "dim too large": (nn.Linear(3, 2), {"dim": 2}, IndexError, "dim=2 is out of range"),
+    "dim too small": (nn.Linear(3, 2), {"dim": -3}, IndexError, "dim=-3 is out of range"),
+    "dim unknown": (nn.Linear(3, 2), {"dim": "rows"}, ValueError, "dim='rows' is unknown"),
+    "complex": (nn.Linear(3, 2, dtype=torch.complex64), {}, TypeError, "complex64; .* two real"),
+    "scale unknown": (nn.Linear(3, 2), {"scale": "lin"}, ValueError, "'lin' is unknown.*'linear'"),
+    "wrong mask": (nn.Linear(3, 2), {"mask": torch.ones(2)}, ValueError, "mask has shape"),
+    "twice": (weight_norm(nn.Linear(3, 2)), {}, ValueError, "already; remove_weight_norm"),
+    "twice, torch's": (
+        parametrizations.weight_norm(nn.Linear(3, 2)),
+        {},
+        ValueError,
+        "already; remove_weight_norm",
+    ),
+    "another parametrization": (
+        parametrizations.spectral_norm(nn.Linear(3, 2)),
+        {},
+        ValueError,
+        "another parametrization; apply weight norm before",
+    ),
+    "attention bias": (
+        nn.MultiheadAttention(4, 2, add_bias_kv=True),
+        {"name": "bias_k"},
+        ValueError,
+        "bias_k is appended",
+    ),
+    "attention in three": (
+        nn.MultiheadAttention(4, 2, kdim=3),
+        {"name": "in_proj_weight"},
+        ValueError,
+        "use q_proj_weight, k_proj_weight, v_proj_weight",
+    ),
+    "attention in one": (
+        nn.MultiheadAttention(4, 2),
+        {"name": "q_proj_weight"},
+        ValueError,
+        "a block of in_proj_weight",
+    ),
+}
+
+
+@pytest.mark.parametrize(("layer", "how", "error", "says"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_refused_and_changes_nothing(layer, how, error, says):
+    before, text = snapshot(layer)
+    with pytest.raises(error, match=says):
+        weight_norm(layer, **how)
+    after, same = snapshot(layer)
+    assert same == text
+    torch.testing.assert_close(after, before)
+
+
+def test_integer_weights_are_refused():
+    layer = nn.Linear(3, 2)
+    layer.weight = nn.Parameter(torch.ones(2, 3, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(TypeError, match=r"torch.int8; .*floating-point"):
+        weight_norm(layer)
+
+
+def test_sparse_weights_are_refused():
+    layer = nn.Linear(3, 2)
+    layer.weight = nn.Parameter(torch.eye(2, 3).to_sparse())
+    with pytest.raises(TypeError, match="dense weight"):
+        weight_norm(layer)
+
+
+def test_a_model_is_changed_whole_or_not_at_all():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.complex64))
+    before, text = snapshot(model)
+    with pytest.raises(TypeError):
+        weight_norm_model(model)
+    assert snapshot(model)[1] == text
+    assert list(model.state_dict()) == list(before)
+
+
+def test_a_failure_midway_is_rolled_back(monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    weights = [layer.weight for layer in model]
+    from weightnorm import mechanism
+
+    attach, calls = mechanism.attach, []
+
+    def failing(*args):
+        if calls:
+            raise MemoryError
+        calls.append(args)
+        return attach(*args)
+
+    monkeypatch.setattr(mechanism, "attach", failing)
+    with pytest.raises(MemoryError):
+        weight_norm_model(model)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+    assert all(layer.weight is weight for layer, weight in zip(model, weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "says"),
+    [
+        (nn.Sequential(nn.ReLU()), {}, "no layer torch knows"),
+        (nn.Linear(2, 2), {"where": lambda name, module: False}, "selected none of its 1 layers"),
+        (weight_norm(nn.Linear(2, 2)), {}, "all 1 weights are normalized already"),
+    ],
+)
+def test_nothing_to_normalize_is_an_error(model, how, says):
+    with pytest.raises(ValueError, match=says):
+        weight_norm_model(model, **how)
+
+
+def test_parts_of_a_plain_layer_is_an_error():
+    with pytest.raises(ValueError, match="no weight-normalized tensor 'weight'; apply weight_norm"):
+        parts(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="normalized here: weight_ih_l0, weight_hh_l0"):
+        parts(weight_norm(nn.GRU(2, 2)))

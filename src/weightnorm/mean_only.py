@@ -98,6 +98,12 @@ class _MeanOnlyBatchNorm(nn.Module):
             layer.bias = nn.Parameter(bias if own is None else own + bias)
         return layer
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.group)] = self.group  # a process group is shared, not copied
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
     def extra_repr(self) -> str:
         return (
             f"{self.num_features}, momentum={self.momentum}, bias={self.bias is not None}, "

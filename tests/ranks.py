@@ -1,0 +1,45 @@
+"""Run a function on several gloo ranks, as real processes, and collect what they return."""
+
+import os
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def on_ranks(world: int, fn, *args, seconds: float = 120):
+    """[fn(rank, *args) for each rank], each in its own process with a gloo group."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        workers = [
+            context.Process(target=_work, args=(rank, world, folder, fn, args))
+            for rank in range(world)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(seconds)
+        alive = [worker for worker in workers if worker.is_alive()]
+        for worker in alive:
+            worker.kill()
+        failures = [p.read_text() for p in sorted(Path(folder).glob("error-*"))]
+        assert not alive, f"{len(alive)} ranks hung; {failures}"
+        assert not failures, "\n".join(failures)
+        return [torch.load(f"{folder}/result-{rank}", weights_only=True) for rank in range(world)]
+
+
+def _work(rank: int, world: int, folder: str, fn, args) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world
+        )
+        torch.save(fn(rank, *args), f"{folder}/result-{rank}")
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"error-{rank}").write_text(traceback.format_exc())
+        raise

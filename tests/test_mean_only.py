@@ -1,0 +1,237 @@
+"""Mean-only batch norm: eq. 7 and 8, torch's conventions, the shortcut by the mean input."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import gradcheck
+
+from ranks import on_ranks
+from weightnorm import (
+    MeanOnlyBatchNorm1d,
+    MeanOnlyBatchNorm2d,
+    MeanOnlyBatchNorm3d,
+    mean_only_batch_norm,
+    weight_norm,
+)
+
+SHAPES = [
+    (MeanOnlyBatchNorm1d, (6, 3)),
+    (MeanOnlyBatchNorm1d, (6, 3, 5)),
+    (MeanOnlyBatchNorm2d, (6, 3, 4, 5)),
+    (MeanOnlyBatchNorm3d, (6, 3, 2, 4, 3)),
+]
+every_norm = pytest.mark.parametrize(("kind", "shape"), SHAPES)
+
+
+def axes(t):
+    return [d for d in range(t.ndim) if d != 1]
+
+
+@every_norm
+def test_eq_7_and_eq_8(kind, shape):
+    norm = kind(3, dtype=torch.float64)
+    nn.init.normal_(norm.bias)
+    t = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    out = norm(t)
+    bias = norm.bias.view(-1, *[1] * (t.ndim - 2))
+    torch.testing.assert_close(out, t - t.mean(axes(t), keepdim=True) + bias)
+    grad = torch.randn_like(out)
+    (grad_t,) = torch.autograd.grad(out, t, grad)
+    torch.testing.assert_close(grad_t, grad - grad.mean(axes(t), keepdim=True))
+    assert gradcheck(kind(3, dtype=torch.float64), (t,))
+
+
+@every_norm
+@pytest.mark.parametrize("momentum", [0.1, 0.5, None])
+def test_the_running_mean_is_batch_norms(kind, shape, momentum):
+    ours = kind(3, momentum)
+    theirs = getattr(nn, kind.__name__.removeprefix("MeanOnly"))(3, momentum=momentum)
+    for _ in range(5):
+        t = torch.randn(shape) + 2
+        ours(t), theirs(t)
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    assert ours.num_batches_tracked == 5
+    ours.eval()
+    torch.testing.assert_close(ours(t), t - ours.running_mean.view(-1, *[1] * (t.ndim - 2)) + 0.0)
+
+
+def test_without_running_statistics_evaluation_uses_the_batch():
+    norm = MeanOnlyBatchNorm1d(3, track_running_stats=False).eval()
+    assert norm.running_mean is None
+    torch.testing.assert_close(norm(torch.randn(8, 3)).mean(0), torch.zeros(3))
+    assert list(norm.state_dict()) == ["bias"]
+
+
+def test_half_types_take_the_mean_in_float32():
+    t = torch.full((4096, 2), 300.0, dtype=torch.float16)  # its sum overflows float16
+    out = MeanOnlyBatchNorm1d(2, dtype=torch.float16)(t)
+    assert out.dtype == torch.float16
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6,), (6, 3, 2, 2)])
+def test_a_wrong_input_is_refused(shape):
+    with pytest.raises(ValueError, match=r"MeanOnlyBatchNorm1d got .* 2-d or 3-d with 3 features"):
+        MeanOnlyBatchNorm1d(3)(torch.randn(shape))
+
+
+LINEAR = {
+    "linear": (lambda: nn.Linear(5, 4), (6, 5)),
+    "linear-no-bias": (lambda: nn.Linear(5, 4, bias=False), (6, 5)),
+    "linear-on-sequences": (lambda: nn.Linear(5, 4), (6, 3, 5)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, groups=2), (5, 4, 9)),
+    "conv2d": (lambda: nn.Conv2d(3, 6, 3, padding=1), (5, 3, 7, 7)),
+    "conv2d-no-bias": (lambda: nn.Conv2d(3, 6, 3, padding=1, bias=False), (5, 3, 7, 7)),
+    "strided": (lambda: nn.Conv2d(3, 6, 3, stride=(2, 3), padding=2), (5, 3, 8, 9)),
+    "dilated": (lambda: nn.Conv2d(3, 6, 3, dilation=2, padding="same"), (5, 3, 8, 8)),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4), (5, 4, 6, 6)),
+    "reflect": (lambda: nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect"), (5, 3, 6, 6)),
+    "circular": (lambda: nn.Conv2d(3, 6, 3, padding=1, padding_mode="circular"), (5, 3, 6, 6)),
+    "replicate": (lambda: nn.Conv2d(3, 6, 3, padding=1, padding_mode="replicate"), (5, 3, 6, 6)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2), (4, 2, 4, 4, 4)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), (5, 4, 4, 4)),
+    "transposed-padded": (
+        lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1),
+        (5, 4, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), LINEAR.values(), ids=LINEAR.keys())
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "weight-normed"])
+def test_the_shortcut_gives_the_plain_forms_numbers(make, shape, normed):
+    layer = make().double()
+    if normed:
+        weight_norm(layer)
+    centered = mean_only_batch_norm(copy.deepcopy(layer))
+    x = torch.randn(shape, dtype=torch.float64) + 1
+    results = []
+    for direct in (False, True):
+        module = layer if direct else centered
+        x = x.detach().requires_grad_()
+        if direct:
+            t = module(x)
+            unit = -1 if isinstance(layer, nn.Linear) else 1
+            over = [d for d in range(t.ndim) if d != unit % t.ndim]
+            mean = t.mean(over, keepdim=True)
+            b = 0 if layer.bias is None else layer.bias
+            shape_b = [1] * t.ndim
+            shape_b[unit] = -1
+            out = t - mean + (b if layer.bias is None else b.view(shape_b))
+            running = 0.1 * (mean.flatten() - b).detach()
+        else:
+            out = module(x)
+            running = module.norm.running_mean
+        weights = list(module.parameters())
+        loss = (out * torch.arange(out.numel(), dtype=out.dtype).view_as(out).sin()).sum()
+        results.append((out, running, torch.autograd.grad(loss, [x, *weights])))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_behind_any_other_layer_the_activations_are_averaged():
+    layer = mean_only_batch_norm(nn.Bilinear(3, 4, 5).double())
+    a, b = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    torch.testing.assert_close(layer(a, b).mean(0), layer.bias)
+    plain = layer.layer(a, b) - layer.bias
+    torch.testing.assert_close(layer.norm.running_mean, 0.1 * plain.mean(0))
+    layer.eval()
+    torch.testing.assert_close(layer(a, b), plain - layer.norm.running_mean + layer.bias)
+
+
+@pytest.mark.parametrize("name", ["linear", "linear-no-bias", "strided", "transposed"])
+def test_folding_the_running_mean_into_the_bias(name):
+    make, shape = LINEAR[name]
+    centered = mean_only_batch_norm(weight_norm(make()))
+    for _ in range(3):
+        centered(torch.randn(shape) + 1)
+    centered.eval()
+    x = torch.randn(shape)
+    plain = centered.fold()
+    torch.testing.assert_close(plain(x), centered(x))
+    assert type(plain) is type(centered.layer) or type(plain).__name__.startswith("Parametrized")
+
+
+def test_folding_a_norm_behind_a_layer():
+    layer, norm = nn.Conv2d(3, 4, 3), MeanOnlyBatchNorm2d(4)
+    nn.init.normal_(norm.bias)
+    norm(layer(torch.randn(5, 3, 6, 6)))
+    norm.eval()
+    x = torch.randn(2, 3, 6, 6)
+    torch.testing.assert_close(norm.fold_into(layer)(x), norm(layer(x)))
+    with pytest.raises(ValueError, match="no fixed mean to fold"):
+        MeanOnlyBatchNorm2d(4, track_running_stats=False).fold_into(layer)
+
+
+def test_the_shortcut_needs_a_batch():
+    with pytest.raises(ValueError, match="needs a batch: expected 4 dimensions"):
+        mean_only_batch_norm(nn.Conv2d(3, 4, 3))(torch.randn(3, 6, 6))
+
+
+def test_recurrent_layers_are_refused():
+    with pytest.raises(TypeError, match="no batch statistics behind LSTM"):
+        mean_only_batch_norm(nn.LSTM(3, 4))
+
+
+def test_copies_and_pickles():
+    layer = mean_only_batch_norm(weight_norm(nn.Linear(3, 2)))
+    x = torch.randn(4, 3)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x), layer(x))
+
+
+def test_autocast():
+    layer = mean_only_batch_norm(weight_norm(nn.Conv2d(3, 4, 3)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(torch.randn(8, 3, 6, 6))
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert layer.norm.running_mean.dtype == torch.float32
+    torch.testing.assert_close(out.float().mean((0, 2, 3)), layer.bias.detach(), atol=2e-2, rtol=0)
+
+
+SPLITS = {2: [(0, 5), (5, 8)], 3: [(0, 1), (1, 8), (8, 8)]}
+
+
+def _synced(rank, world, kind):
+    torch.manual_seed(0)
+    group = dist.group.WORLD
+    if kind == "module":
+        model = nn.Sequential(nn.Linear(4, 3), MeanOnlyBatchNorm1d(3, group=group)).double()
+    else:
+        model = mean_only_batch_norm(nn.Linear(4, 3).double(), group=group)
+    model = copy.deepcopy(model)  # as an average or a target network does
+    x = torch.randn(8, 4, dtype=torch.float64)
+    a, b = SPLITS[world][rank]
+    x = x[a:b].clone().requires_grad_()
+    out = model(x)
+    (out * torch.linspace(-1, 1, 24, dtype=out.dtype).view(8, 3)[a:b]).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    for grad in grads:
+        dist.all_reduce(grad)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    return {"out": out.detach(), "x": x.grad, "grads": grads, "buffers": buffers}
+
+
+@pytest.mark.parametrize("kind", ["module", "shortcut"])
+@pytest.mark.parametrize("world", [2, 3], ids=["uneven", "one-rank-empty"])
+def test_ranks_together_are_one_process(kind, world):
+    results = on_ranks(world, _synced, world, kind)
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 3).double()
+    x = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+    t = F.linear(x, linear.weight)
+    out = t - t.mean(0)
+    out = out if kind == "module" else out + linear.bias
+    (out * torch.linspace(-1, 1, 24, dtype=out.dtype).view(8, 3)).sum().backward()
+    torch.testing.assert_close(torch.cat([r["out"] for r in results]), out.detach())
+    torch.testing.assert_close(torch.cat([r["x"] for r in results]), x.grad)
+    mean = t.mean(0).detach() + (linear.bias.detach() if kind == "module" else 0)
+    for r in results:
+        torch.testing.assert_close(r["grads"][0], linear.weight.grad)
+        running = next(b for n, b in r["buffers"].items() if n.endswith("running_mean"))
+        torch.testing.assert_close(running, 0.1 * mean)

@@ -1,0 +1,65 @@
+"""The public names, frozen: a change here is a decision, not an accident."""
+
+import inspect
+import subprocess
+import sys
+
+import weightnorm
+
+PUBLIC = {
+    "InitReport": None,
+    "MeanOnlyBatchNorm1d": None,
+    "MeanOnlyBatchNorm2d": None,
+    "MeanOnlyBatchNorm3d": None,
+    "Parameterization": None,
+    "Parts": None,
+    "WeightNorm": None,
+    "data_dependent_init": "(model, *batch, target_std=1.0, group=None, forward=None)",
+    "folded": "(model)",
+    "functional": None,
+    "init_": "(layer, fn, name='weight')",
+    "is_weight_normed": "(layer, name=None)",
+    "mean_only_batch_norm": "(layer, momentum=0.1, *, group=None)",
+    "normalized_weights": "(model)",
+    "parameterize": "(layer, how)",
+    "parts": "(layer, name='weight')",
+    "remove_weight_norm": "(module, name=None)",
+    "weight_norm": (
+        "(layer, name=None, dim='auto', *, scale='linear', mask=None, eps=1e-12, train_g=True)"
+    ),
+    "weight_norm_model": (
+        "(model, *, where=None, dim='auto', scale='linear', eps=1e-12, train_g=True)"
+    ),
+}
+
+
+def signature(thing):
+    parameters = inspect.signature(thing).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(bare))
+
+
+def test_the_public_names_and_signatures():
+    assert sorted(weightnorm.__all__) == sorted(PUBLIC)
+    for name, expected in PUBLIC.items():
+        thing = getattr(weightnorm, name)
+        assert thing.__doc__, name
+        if inspect.isfunction(thing):
+            assert signature(thing) == expected, name
+
+
+def test_importing_needs_only_torch_and_the_standard_library():
+    """In a fresh interpreter: what comes in besides torch is what torch brings itself."""
+    code = "import sys; import {}; print(*sorted({{m.partition('.')[0] for m in sys.modules}}))"
+    loaded = [
+        set(
+            subprocess.run(
+                [sys.executable, "-W", "error", "-c", code.format(package)],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.split()
+        )
+        for package in ("torch", "weightnorm")
+    ]
+    assert loaded[1] - loaded[0] - set(sys.stdlib_module_names) == {"weightnorm"}

@@ -24,6 +24,7 @@ ROOMS = {
     "reparam": {"functional", "layers", "mechanism", "sites"},
     "mean_only": {"collective", "kernels", "layers"},
     "data_init": {"collective", "init_report", "kernels", "layers", "mean_only", "sites"},
+    "diagnostics": {"sites"},
     "variants": {"mean_only", "reparam"},
 }
 OUTSIDE = {"torch"}

@@ -15,6 +15,7 @@ PUBLIC = {
     "Parts": None,
     "WeightNorm": None,
     "data_dependent_init": "(model, *batch, target_std=1.0, group=None, forward=None)",
+    "diagnostics": None,
     "folded": "(model)",
     "functional": None,
     "init_": "(layer, fn, name='weight')",

@@ -1,6 +1,6 @@
 """Weight normalization for PyTorch, after Salimans & Kingma (2016)."""
 
-from weightnorm import functional
+from weightnorm import diagnostics, functional
 from weightnorm.data_init import data_dependent_init
 from weightnorm.folding import folded, remove_weight_norm
 from weightnorm.functional import Parts
@@ -24,6 +24,7 @@ __all__ = [
     "Parts",
     "WeightNorm",
     "data_dependent_init",
+    "diagnostics",
     "folded",
     "functional",
     "init_",

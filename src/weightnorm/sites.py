@@ -100,6 +100,15 @@ class Site:
         v, g = self.stored
         return Parts(v, self.map.length(g)) if isinstance(self.map, WeightNorm) else Parts(v, g)
 
+    def v_norm(self) -> Tensor:
+        """‖v‖ of each unit, shaped like g; under the mask, if there is one."""
+        v, hook = self.stored.v, mechanism.hook_of(self.module, self.name)
+        if not isinstance(self.map, WeightNorm):
+            norm: Tensor = torch.norm_except_dim(v, 2, (hook or self.map).dim)
+            return norm
+        v = v if self.map.mask is None else v * self.map.mask
+        return functional.norm(v, self.map.dim, groups=self.map.groups)
+
     def weight(self) -> Tensor:
         """w as it is now. (A hooked flavour's attribute may be stale: it is set at forward.)"""
         hook = mechanism.hook_of(self.module, self.name)

@@ -1,0 +1,113 @@
+"""README's table of differences, row by row, on the torch that is installed.
+
+A row that fails here has been mended in torch: take it out of the table.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradgradcheck
+from torch.nn.utils import parametrizations
+
+import weightnorm
+
+
+def ours(layer, **how):
+    return weightnorm.weight_norm(layer, **how)
+
+
+def torchs(layer, **how):
+    return parametrizations.weight_norm(layer, **how)
+
+
+def test_transposed_convolutions():
+    make = lambda: nn.ConvTranspose1d(4, 6, 3)  # noqa: E731
+    assert ours(make()).parametrizations.weight.original0.numel() == 6
+    assert torchs(make()).parametrizations.weight.original0.numel() == 4
+
+
+def has_right_second_derivatives(layer):
+    leaves = tuple(
+        p.detach().double().requires_grad_() for p in layer.parametrizations.parameters()
+    )
+    names = [n for n, _ in layer.named_parameters() if "parametrizations" in n]
+
+    def weight(*values):
+        return torch.func.functional_call(
+            layer, dict(zip(names, values, strict=True)), torch.eye(4, dtype=torch.float64)
+        )
+
+    return gradgradcheck(weight, leaves, raise_exception=False)
+
+
+def test_second_derivatives():
+    assert has_right_second_derivatives(ours(nn.Linear(4, 3).double()))
+    assert not has_right_second_derivatives(torchs(nn.Linear(4, 3).double()))
+
+
+def zeroed():
+    layer = nn.Linear(4, 3)
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
+def test_zero_rows():
+    assert ours(zeroed()).weight.isfinite().all()
+    assert torchs(zeroed()).weight.isnan().any()
+
+
+def test_taking_it_off_a_copy():
+    layer = ours(nn.Linear(4, 3))
+    weightnorm.remove_weight_norm(copy.deepcopy(layer))
+    assert layer.weight.shape == (3, 4)
+    layer = torchs(nn.Linear(4, 3))
+    nn.utils.parametrize.remove_parametrizations(copy.deepcopy(layer), "weight")
+    with pytest.raises(AttributeError):
+        _ = layer.weight
+
+
+def test_pickling_a_module():
+    assert pickle.loads(pickle.dumps(ours(nn.Linear(4, 3)))).weight.shape == (3, 4)
+    with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):
+        pickle.dumps(torchs(nn.Linear(4, 3)))
+
+
+def test_dim_none():
+    g = {
+        (name, dim): flavour(nn.Linear(4, 3), dim=dim).parametrizations.weight.original0.shape
+        for name, flavour in (("ours", ours), ("torch", torchs))
+        for dim in (None, -1)
+    }
+    assert g["ours", None] == ()
+    assert g["ours", -1] == (1, 4)
+    assert g["torch", None] == g["torch", -1]
+
+
+def test_recurrent_weights_a_sequence():
+    def evaluations(layer, sequence):
+        count = 0
+
+        def counted(map_):
+            forward = map_.forward
+
+            def wrapper(*args):
+                nonlocal count
+                count += 1
+                return forward(*args)
+
+            map_.forward = wrapper
+
+        for originals in layer.parametrizations.values():
+            counted(originals[0])
+        layer(sequence)
+        return count
+
+    x = torch.randn(5, 2, 3)
+    theirs = nn.LSTM(3, 4)
+    for name in ("weight_ih_l0", "weight_hh_l0"):
+        parametrizations.weight_norm(theirs, name)
+    assert evaluations(ours(nn.LSTM(3, 4)), x) == 2
+    assert evaluations(theirs, x) > 2

@@ -96,6 +96,30 @@ def test_steps_like_torchs_own(name, optimizer):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv-transpose2d", "gru-cell"])
+def test_values_gradients_and_a_step_are_those_of_torchs_kernel(name, dim, scale, dtype):
+    layer = weight_norm(LAYERS[name].make().to(dtype), dim=dim, scale=scale)
+    for originals in layer.parametrizations.values():
+        g, v = originals.original0, originals.original1
+        other = [p.detach().clone().requires_grad_() for p in (g, v)]
+        length = other[0].exp() if scale == "log" else other[0]
+        expected = torch._weight_norm(other[1], length, dim % v.ndim)
+        got = originals()
+        tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+        torch.testing.assert_close(got, expected, **tolerance)
+        grad = torch.randn_like(got)
+        got.backward(grad)
+        expected.backward(grad)
+        for mine, theirs in zip((g, v), other, strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, **tolerance)
+        for parts_ in ((g, v), other):
+            torch.optim.SGD(parts_, lr=0.1).step()
+        torch.testing.assert_close([g, v], other, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [0, 1, 2, 3, -1, -2, None, "auto"])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])

@@ -1,0 +1,1 @@
+"""The lab: the experiments of the paper, each one command. Needs the extra `lab`."""

@@ -1,0 +1,1 @@
+"""Data sets as tensors: found or downloaded, verified, then parsed."""

@@ -25,7 +25,7 @@ ROOMS = {
     "mean_only": {"collective", "kernels", "layers"},
     "data_init": {"collective", "init_report", "kernels", "layers", "mean_only", "sites"},
     "diagnostics": {"sites"},
-    "variants": {"mean_only", "reparam"},
+    "variants": {"collective", "mean_only", "reparam"},
 }
 OUTSIDE = {"torch"}
 

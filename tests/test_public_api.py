@@ -22,7 +22,7 @@ PUBLIC = {
     "is_weight_normed": "(layer, name=None)",
     "mean_only_batch_norm": "(layer, momentum=0.1, *, group=None)",
     "normalized_weights": "(model)",
-    "parameterize": "(layer, how)",
+    "parameterize": "(layer, how, *, group=None)",
     "parts": "(layer, name='weight')",
     "remove_weight_norm": "(module, name=None)",
     "weight_norm": (

@@ -6,6 +6,7 @@ from enum import Enum
 
 from torch import nn
 
+from weightnorm.collective import Group
 from weightnorm.mean_only import mean_only_batch_norm, norm_rank, unit_count
 from weightnorm.reparam import weight_norm
 
@@ -32,7 +33,9 @@ class Parameterization(str, Enum):
         return self not in (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
 
 
-def parameterize(layer: nn.Module, how: Parameterization | str) -> nn.Module:
+def parameterize(
+    layer: nn.Module, how: Parameterization | str, *, group: Group = None
+) -> nn.Module:
     """One of the five: the layer itself, changed in place, or a module around it.
 
     After ``data_dependent_init`` on the same weights, all five compute the same function of the
@@ -44,6 +47,8 @@ def parameterize(layer: nn.Module, how: Parameterization | str) -> nn.Module:
     - mean-only-batch-norm: t − μ[t] + b
     - weight-norm-mean-only: both of the latter
 
+    With a process `group`, batch statistics are those of all its ranks together.
+
     >>> [type(part).__name__ for part in parameterize(nn.Linear(2, 3), "batch-norm")]
     ['Linear', 'BatchNorm1d']
     """
@@ -53,14 +58,16 @@ def parameterize(layer: nn.Module, how: Parameterization | str) -> nn.Module:
     if how.normalizes_weights:
         weight_norm(layer)
     if how is Parameterization.BATCH_NORM:
-        return _batch_norm(layer)
-    return mean_only_batch_norm(layer) if how.uses_batch else layer
+        return _batch_norm(layer, group)
+    return mean_only_batch_norm(layer, group=group) if how.uses_batch else layer
 
 
-def _batch_norm(layer: nn.Module) -> nn.Module:
+def _batch_norm(layer: nn.Module, group: Group) -> nn.Module:
     """Full batch normalization behind the layer; β takes the place of its bias."""
     cls = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[norm_rank(layer)]
     layer.register_parameter("bias", None)
     weight = layer.get_parameter("weight")
-    norm = cls(unit_count(layer), eps=1e-6, device=weight.device, dtype=weight.dtype)
+    norm: nn.Module = cls(unit_count(layer), eps=1e-6, device=weight.device, dtype=weight.dtype)
+    if group is not None:  # torch synchronizes it on GPUs only
+        norm = nn.SyncBatchNorm.convert_sync_batchnorm(norm, group)
     return nn.Sequential(layer, norm.train(layer.training))

@@ -1,0 +1,81 @@
+"""What every experiment's config shares: how it is executed, and the folder it is recorded in."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from weightnorm import Parameterization
+
+C = TypeVar("C", bound="RunConfig")
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; the message says which field, and what it may be."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Fields of every experiment."""
+
+    preset: Literal["paper", "cpu", "demo"] = "cpu"
+    """Where the other fields start from: the paper's sizes, real data on a laptop, or a minute."""
+    parameterization: Parameterization = Parameterization.WEIGHT_NORM
+    """How the weights are expressed and the pre-activations normalized."""
+    learning_rate: float = 0.003
+    """Step size at the start."""
+    seed: int = 1
+    """Decides the initial weights, the order of the data, and the noise."""
+
+    runs: Path = Path("runs")
+    """Folder that holds the records of all runs."""
+    data_dir: Path | None = None
+    """Folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps, or auto for the best there is."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    checkpoint_seconds: float = 60.0
+    """A checkpoint at least this often; after a kill, at most this much is done again."""
+
+    EXECUTION: ClassVar[frozenset[str]] = frozenset(
+        {"runs", "data_dir", "device", "compile", "checkpoint_seconds"}
+    )
+    """Fields that say how to run, not what: they do not name the folder and may change."""
+
+    PLACE: ClassVar[tuple[str, ...]] = ("parameterization",)
+    """Fields that are folders of their own between the preset and the learning rate."""
+
+    def __post_init__(self) -> None:
+        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a positive number")
+        require(self.checkpoint_seconds >= 0, "checkpoint_seconds", self.checkpoint_seconds, "≥ 0")
+
+
+def require(holds: bool, field: str, got: Any, expected: str) -> None:
+    """An impossible value is refused before any work."""
+    if not holds:
+        raise ConfigError(f"{field.replace('_', '-')} is {got}; expected {expected}")
+
+
+def what(config: RunConfig) -> dict[str, Any]:
+    """The fields that decide what is computed."""
+    fields = dataclasses.asdict(config)
+    return {name: value for name, value in fields.items() if name not in config.EXECUTION}
+
+
+def folder(experiment: str, config: C, preset: C) -> Path:
+    """runs/<experiment>/<preset>/<parameterization>/lr-…/seed-…; what departs from the preset is
+    named beside it, as in ``cpu+epochs=3``."""
+    apart = {"learning_rate", "seed", *config.PLACE}
+    theirs = what(preset)
+    changed = [
+        f"{name.replace('_', '-')}={value}"
+        for name, value in what(config).items()
+        if value != theirs[name] and name not in apart
+    ]
+    places = [str(getattr(config, name)) for name in config.PLACE]
+    label = "+".join([config.preset, ",".join(changed)]) if changed else config.preset
+    rate, seed = f"lr-{config.learning_rate:g}", f"seed-{config.seed}"
+    return Path(config.runs, experiment, label, *places, rate, seed)

@@ -1,0 +1,70 @@
+"""The ranks a run is spread over: one process, or those that torchrun started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the ranks."""
+
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def join(cls, device: torch.device) -> Ranks:
+        """Join the group torchrun set up, if it did."""
+        if "WORLD_SIZE" not in os.environ:
+            return cls()
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def leave(self) -> None:
+        if self.world > 1 or dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes the record."""
+        return self.rank == 0
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """For synchronized statistics; None in a single process."""
+        return dist.group.WORLD if self.world > 1 else None
+
+    def share(self, rows: Tensor) -> Tensor:
+        """This rank's part of a global batch."""
+        return rows.tensor_split(self.world)[self.rank] if self.world > 1 else rows
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Σ over ranks."""
+        if self.world > 1:
+            dist.all_reduce(x)
+        return x
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return bool(self.sum(torch.tensor(float(flag)))) if self.world > 1 else flag
+
+    def gather(self, thing: Any) -> list[Any]:
+        """Every rank's thing, on every rank."""
+        things: list[Any] = [thing]
+        if self.world > 1:
+            things = [None] * self.world
+            dist.all_gather_object(things, thing)
+        return things
+
+    def parallel(self, model: nn.Module) -> nn.Module:
+        """The model whose gradients are averaged over ranks."""
+        return nn.parallel.DistributedDataParallel(model) if self.world > 1 else model

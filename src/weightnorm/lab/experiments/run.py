@@ -1,0 +1,325 @@
+"""One run: its folder, its clock, its place in time. Not the algorithm.
+
+An experiment reads top to bottom and calls on a Run for the rest:
+
+    with Run("classify", config, PRESETS) as run:
+        model = ...                                   # build, initialize
+        run.restore(model=model, optimizer=optimizer) # go back to where a killed run was
+        for epoch in run.epochs(config.epochs):
+            for rows in run.batches(len(data), config.batch_size):
+                loss = ...                            # one training step
+                run.add(loss=loss, count=1)
+            run.log(loss=run.total("loss") / run.total("count"))
+        run.finish({...})
+
+Killed at any moment, the same command continues from the last checkpoint and ends with the same
+bits: the order of the data follows from seed and epoch, and a checkpoint holds everything else
+(parameters, optimizer, random states, the epoch's sums so far).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shlex
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from weightnorm.lab.experiments.checkpoints import load_checkpoint, save_checkpoint
+from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, what
+from weightnorm.lab.experiments.environment import environment, pick_device
+from weightnorm.lab.experiments.progress import Reporter, Silent, reporter
+from weightnorm.lab.experiments.ranks import Ranks
+from weightnorm.lab.records import (
+    RunRecord,
+    append_row,
+    keep_rows,
+    load_record,
+    read_rows,
+    write_json,
+)
+
+LIVE_SECONDS = 0.5
+"""How often the live metrics are read off the device; each reading waits for it."""
+
+
+class RunError(Exception):
+    """A run that cannot go on, with what to do about it."""
+
+
+class Interrupted(Exception):
+    """The user asked to stop; everything is saved."""
+
+
+class Run:
+    """The folder, clock, ranks and random state of one run, as a context."""
+
+    def __init__(
+        self,
+        experiment: str,
+        config: RunConfig,
+        presets: Mapping[str, RunConfig],
+        console: Console | None = None,
+    ) -> None:
+        self.experiment, self.config = experiment, config
+        self.console = console or Console(stderr=True)
+        self.folder = folder(experiment, config, presets[config.preset])
+        self.device = pick_device(config.device)
+        self.ranks = Ranks()
+        self.epoch = self.step = self.rows = 0
+        self.totals: dict[str, Tensor] = {}
+        self.stateful: dict[str, Any] = {}
+        self.seconds = 0.0
+        self._reporter: Reporter = Silent()
+        self._lock: IO[str] | None = None
+        self._events: Any = None
+        self._stop = False
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    # — entering and leaving —
+
+    def __enter__(self) -> Run:
+        try:
+            self.ranks = Ranks.join(self.device)
+            if self.ranks.first:
+                self._open_folder()
+            self.ranks.gather(None)  # the folder is there, and ours, before any rank goes on
+            for which in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[which] = signal.signal(which, self._on_signal)
+            torch.manual_seed(self.config.seed)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._close()
+        if isinstance(error, OSError):
+            raise RunError(
+                f"{self.folder}: {error.strerror or error}. Nothing already written is lost; "
+                "make room, then run the same command to go on"
+            ) from error
+
+    def _open_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.folder / "lock").open("w")
+        except OSError as error:
+            raise RunError(f"cannot write to {self.folder}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"another process is running in {self.folder}") from None
+        head = {
+            "experiment": self.experiment,
+            "preset": self.config.preset,
+            "config": what(self.config),
+        }
+        if not (self.folder / "config.json").exists():
+            write_json(self.folder / "config.json", head)
+            return
+        before, now = load_record(self.folder).config, _as_json(what(self.config))
+        differing = [key for key in now if before.get(key) != now[key]]
+        if differing:
+            raise ConfigError(
+                f"{self.folder} holds a run with other settings ({', '.join(differing)}); "
+                "choose another --runs folder, or delete this one"
+            )
+
+    def _close(self) -> None:
+        self._reporter.close()
+        if self._events is not None:
+            self._events.close()
+        for which, handler in self._handlers.items():
+            signal.signal(which, handler)
+        self._handlers.clear()
+        if self._lock is not None:
+            self._lock.close()
+        self.ranks.leave()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop:
+            raise KeyboardInterrupt
+        self._stop = True
+
+    # — resuming —
+
+    @property
+    def finished(self) -> RunRecord | None:
+        """The record, if this very run has been finished before."""
+        record = load_record(self.folder)
+        return record if record.finished else None
+
+    def restore(self, **stateful: Any) -> bool:
+        """Name what a checkpoint holds, and go back to the last one if there is one."""
+        self.stateful = stateful
+        state = load_checkpoint(self.folder / "checkpoint.pt")
+        if state is not None:
+            if len(state["random"]) != self.ranks.world:
+                raise ConfigError(
+                    f"{self.folder} was begun on {len(state['random'])} ranks; "
+                    f"this is {self.ranks.world}"
+                )
+            for name, thing in stateful.items():
+                thing.load_state_dict(state["states"][name])
+            self.epoch, self.step, self.rows = state["epoch"], state["step"], state["rows"]
+            self.totals = {k: v.to(self.device) for k, v in state["totals"].items()}
+            self.seconds = state["seconds"]
+            _set_random_state(state["random"][self.ranks.rank])
+        elif self.ranks.rank:  # all ranks begin with the same weights, but draw their own noise
+            torch.manual_seed(self.config.seed + 1_000_003 * self.ranks.rank)
+        if self.ranks.first:
+            append_row(
+                self.folder / "sessions.jsonl",
+                {**environment(self.device, self.ranks.world), "epoch": self.epoch},
+            )
+            if state is not None or read_rows(self.folder / "metrics.jsonl"):
+                keep_rows(self.folder / "metrics.jsonl", self.rows)
+        return state is not None
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        random = self.ranks.gather(_random_state())
+        if self.ranks.first:
+            state = {
+                "epoch": self.epoch,
+                "step": self.step,
+                "rows": self.rows,
+                "totals": self.totals,
+                "seconds": self.seconds,
+                "random": random,
+                "states": {name: thing.state_dict() for name, thing in self.stateful.items()},
+            }
+            save_checkpoint(self.folder / "checkpoint.pt", state)
+
+    # — the loop —
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs still to do."""
+        if self.ranks.first:
+            title = f"{self.experiment}  {self.folder}"
+            self._reporter = reporter(self.console, title, count)
+            self._events = _events(self.folder, self.epoch)
+        while self.epoch < count:
+            yield self.epoch
+            self.epoch += 1
+            self.step, self.totals, self.seconds = 0, {}, 0.0
+            self.save()
+            self._stop_if_asked()
+
+    def batches(self, examples: int, size: int) -> Iterator[Tensor]:
+        """This rank's rows of each minibatch still to do in this epoch, reshuffled every epoch."""
+        order = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.epoch)
+        batches = torch.randperm(examples, generator=order).split(size)
+        self._reporter.epoch(self.epoch, len(batches), self.step)
+        began = saved = shown = time.monotonic()
+        before = self.seconds
+        for rows in batches[self.step :]:
+            yield self.ranks.share(rows)
+            self.step += 1
+            now = time.monotonic()
+            self.seconds = before + now - began
+            live = now - shown > LIVE_SECONDS
+            self._reporter.step(self.step, self._live() if live else "")
+            shown = now if live else shown
+            if self.ranks.any(now - saved > self.config.checkpoint_seconds):
+                self.save()
+                saved = time.monotonic()
+            self._stop_if_asked()
+
+    def add(self, **amounts: Tensor | float) -> None:
+        """Add to this epoch's sums, on the device and without waiting for it."""
+        for name, amount in amounts.items():
+            value = amount.detach() if isinstance(amount, Tensor) else amount
+            if name not in self.totals:
+                self.totals[name] = torch.zeros((), dtype=torch.float64, device="cpu")
+                if self.device.type != "mps":  # which has no float64
+                    self.totals[name] = self.totals[name].to(self.device)
+            self.totals[name] += value
+
+    def total(self, name: str) -> float:
+        """This epoch's sum over steps and ranks."""
+        return self.ranks.sum(self.totals[name].clone()).item()
+
+    def log(self, **metrics: float) -> None:
+        """Record an epoch: a line of metrics.jsonl, TensorBoard, and the screen."""
+        row = {"epoch": self.epoch + 1, **metrics, "seconds": round(self.seconds, 3)}
+        self.rows += 1
+        if self.ranks.first:
+            append_row(self.folder / "metrics.jsonl", row)
+            for name, value in row.items():
+                if name != "epoch":
+                    self._events.add_scalar(name, value, self.epoch + 1)
+            self._events.flush()
+            self._reporter.row(_shown(metrics))
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest row of metrics."""
+        return read_rows(self.folder / "metrics.jsonl")[-1]
+
+    def finish(self, result: dict[str, Any]) -> RunRecord:
+        """Record the outcome. After this the run is never run again."""
+        if self.ranks.first:
+            seconds = sum(row["seconds"] for row in read_rows(self.folder / "metrics.jsonl"))
+            write_json(self.folder / "result.json", {**result, "seconds": round(seconds, 3)})
+        self.ranks.gather(None)
+        return load_record(self.folder)
+
+    def _stop_if_asked(self) -> None:
+        if self.ranks.any(self._stop):
+            self.save()
+            raise Interrupted(str(self.folder))
+
+    def _live(self) -> str:
+        count = self.totals.get("count")
+        if count is None:
+            return ""
+        return _shown({k: (v / count).item() for k, v in self.totals.items() if k != "count"})
+
+
+def resume_command(words: list[str]) -> str:
+    """The command that goes on with a run."""
+    return shlex.join(["weightnorm", *words])
+
+
+def _shown(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
+
+
+def _events(folder: Path, epoch: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "events"), purge_step=epoch + 1)
+
+
+def _as_json(value: dict[str, Any]) -> dict[str, Any]:
+    import json
+
+    decoded: dict[str, Any] = json.loads(json.dumps(value, default=str))
+    return decoded
+
+
+def _random_state() -> dict[str, Tensor | list[Tensor]]:
+    state: dict[str, Tensor | list[Tensor]] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

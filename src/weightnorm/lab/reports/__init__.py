@@ -1,0 +1,1 @@
+"""Records in, figures and tables and one page out."""

@@ -1,6 +1,7 @@
 """The plan of the house as a test: which room may enter which, and what each may bring along.
 
-A room is a file of the library. Anything not in the table is not allowed.
+In the library a room is a file; in the lab, a folder or a file. Anything not in a table is not
+allowed.
 """
 
 import ast
@@ -11,8 +12,8 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "weightnorm"
 
-ROOMS = {
-    # room: the rooms it may enter
+LIBRARY = {
+    # room: the rooms it may enter. Outside, every one may use torch and nothing else.
     "kernels": set(),
     "layers": set(),
     "collective": set(),
@@ -27,12 +28,21 @@ ROOMS = {
     "diagnostics": {"sites"},
     "variants": {"collective", "mean_only", "reparam"},
 }
-OUTSIDE = {"torch"}
+
+LAB = {
+    # room: (rooms of the lab it may enter, whether it uses the library, outside packages)
+    "records": (set(), False, set()),
+    "data": (set(), False, {"numpy", "torch", "pooch", "sklearn"}),
+    "models": (set(), True, {"torch"}),
+    "experiments": ({"data", "models", "records"}, True, {"torch", "rich", "ray"}),
+    "reports": ({"records"}, False, {"numpy", "matplotlib", "jinja2"}),
+    "cli": ({"data", "experiments", "records", "reports"}, True, {"tyro", "rich"}),
+}
 
 
-def imports(path: Path):
-    """(outside packages, rooms) that a file imports, at any depth."""
-    outside, rooms = set(), set()
+def imports(path: Path) -> tuple[set[str], set[str]]:
+    """(packages from outside, modules of weightnorm) that a file imports, at any depth."""
+    outside, inside = set(), set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}: relative import"
@@ -46,37 +56,64 @@ def imports(path: Path):
         for name in names:
             package, _, rest = name.partition(".")
             if package == "weightnorm":
-                rooms.add(rest)
+                inside.add(rest)
             elif package not in sys.stdlib_module_names:
                 outside.add(package)
-    return outside, rooms
+    return outside, inside
 
 
-FILES = {path.stem: path for path in SRC.glob("*.py") if path.stem != "__init__"}
+FILES = {path.stem: path for path in SRC.glob("*.py") if not path.stem.startswith("__")}
+LAB_FILES = {
+    room: [SRC / "lab" / f"{room}.py"]
+    if (SRC / "lab" / f"{room}.py").exists()
+    else sorted((SRC / "lab" / room).rglob("*.py"))
+    for room in LAB
+}
 
 
 def test_the_plan_names_every_room():
-    assert set(FILES) == set(ROOMS)
+    assert set(FILES) == set(LIBRARY)
+    planned = {path for files in LAB_FILES.values() for path in files}
+    assert planned == set((SRC / "lab").rglob("*.py")) - {SRC / "lab" / "__init__.py"}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_enters_only_what_the_plan_allows(room):
+@pytest.mark.parametrize("room", LIBRARY)
+def test_the_library_enters_only_what_the_plan_allows(room):
     outside, rooms = imports(FILES[room])
-    assert outside <= OUTSIDE
-    assert rooms <= ROOMS[room], f"{room} enters {rooms - ROOMS[room]}"
+    assert outside <= {"torch"}
+    assert rooms == LIBRARY[room]
 
 
-def test_the_plan_is_no_wider_than_the_house():
-    for room, allowed in ROOMS.items():
-        assert imports(FILES[room])[1] == allowed, room
+@pytest.mark.parametrize("room", LAB)
+def test_the_lab_enters_only_what_the_plan_allows(room):
+    rooms, library, packages = LAB[room]
+    for path in LAB_FILES[room]:
+        outside, inside = imports(path)
+        assert outside <= packages, f"{path.name} brings {outside - packages}"
+        entered = {name.split(".")[1] for name in inside if name.startswith("lab.")} - {room}
+        assert entered <= rooms, f"{path.name} enters {entered - rooms}"
+        used = {name for name in inside if not name.startswith("lab")}
+        assert library or not used, f"{path.name} uses the library: {used}"
+
+
+def test_the_command_line_knows_only_the_lab():
+    assert imports(SRC / "__main__.py") == (set(), {"lab.cli"})
+
+
+def without_cycles(plan):
+    done: set[str] = set()
+    while len(done) < len(plan):
+        free = {room for room, needs in plan.items() if room not in done and needs <= done}
+        if not free:
+            return False
+        done |= free
+    return True
 
 
 def test_the_plan_has_no_cycles():
-    done: set[str] = set()
-    while len(done) < len(ROOMS):
-        free = {room for room, needs in ROOMS.items() if room not in done and needs <= done}
-        assert free, f"cycle among {set(ROOMS) - done}"
-        done |= free
+    assert without_cycles(LIBRARY)
+    assert without_cycles({room: rooms for room, (rooms, _, _) in LAB.items()})
+    assert not without_cycles({"a": {"b"}, "b": {"a"}})
 
 
 def test_files_fit_a_readers_head():

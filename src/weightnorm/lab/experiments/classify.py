@@ -71,6 +71,11 @@ PRESETS = {
     "cpu": replace(PAPER, preset="cpu", width=0.25, epochs=16),
     "demo": replace(PAPER, preset="demo", data="digits", width=0.125, epochs=12),
 }
+SIZES = {
+    "paper": ("96/192 channels", "200 epochs", "a GPU, hours"),
+    "cpu": ("24/48 channels", "16 epochs", "two cores, 25 minutes"),
+    "demo": ("12/24 channels", "embedded digits", "seconds"),
+}
 LEARNING_RATES = dict.fromkeys(Parameterization, 0.003) | {Parameterization.STANDARD: 0.0003}
 """What the paper chose on its grid {0.0003, 0.001, 0.003, 0.01}."""
 

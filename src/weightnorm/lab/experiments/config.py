@@ -25,7 +25,7 @@ class RunConfig:
     parameterization: Parameterization = Parameterization.WEIGHT_NORM
     """How the weights are expressed and the pre-activations normalized."""
     learning_rate: float = 0.003
-    """Step size at the start."""
+    """Step size at the start; on the command line, by default what the paper chose."""
     seed: int = 1
     """Decides the initial weights, the order of the data, and the noise."""
 

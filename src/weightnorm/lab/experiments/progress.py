@@ -50,6 +50,7 @@ class Lines:
     def __init__(self, console: Console, title: str, epochs: int, seconds: float = 30.0) -> None:
         self.console, self.title, self.epochs, self.seconds = console, title, epochs, seconds
         self.number = self.steps = 0
+        self.live = ""
         self.last = time.monotonic()
         console.print(title, highlight=False)
 
@@ -57,8 +58,9 @@ class Lines:
         self.number, self.steps = number, steps
 
     def step(self, done: int, live: str) -> None:
+        self.live = live or self.live
         if time.monotonic() - self.last > self.seconds:
-            self._say(f"step {done}/{self.steps}  {live}")
+            self._say(f"step {done}/{self.steps}  {self.live}")
 
     def row(self, text: str) -> None:
         self._say(text)

@@ -1,0 +1,72 @@
+"""Experiment 1 without processes: its schedule, data and folder."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightnorm.lab.experiments import classify
+from weightnorm.lab.experiments.config import ConfigError, folder
+
+
+def test_the_papers_schedule():
+    optimizer = torch.optim.Adam([torch.zeros(1)], lr=1.0)
+    rates, momenta = [], []
+    for epoch in range(200):
+        classify.set_schedule(optimizer, classify.PAPER, epoch)
+        rates.append(optimizer.param_groups[0]["lr"])
+        momenta.append(optimizer.param_groups[0]["betas"][0])
+    assert rates[:101] == [0.003] * 101
+    assert rates[150] == pytest.approx(0.0015)
+    assert rates[199] == pytest.approx(0.003 / 100)
+    assert momenta == [0.9] * 100 + [0.5] * 100
+
+
+def test_the_presets_keep_the_papers_settings():
+    paper = classify.PRESETS["paper"]
+    assert (paper.epochs, paper.batch_size, paper.width) == (200, 100, 1.0)
+    assert (paper.noise, paper.dropout, paper.init_examples) == (0.15, 0.5, 500)
+    for name, preset in classify.PRESETS.items():
+        assert preset.preset == name
+        same = ("batch_size", "noise", "dropout", "init_examples", "learning_rate")
+        assert all(getattr(preset, field) == getattr(paper, field) for field in same)
+
+
+def test_embedded_digits_are_whitened_and_large_enough():
+    data = classify.load(classify.PRESETS["demo"])
+    assert data.train.shape[1:] == (1, 16, 16)
+    small = data.train[:, :, ::2, ::2].flatten(1)
+    covariance = torch.cov(small.T, correction=0).diag()
+    assert covariance.median().item() == pytest.approx(1, abs=0.05)
+    assert len(classify.load(replace(classify.PRESETS["demo"], limit=50)).train) == 50
+
+
+def test_folders_say_what_departs_from_the_preset():
+    demo = classify.PRESETS["demo"]
+    where = lambda **changes: str(folder("classify", replace(demo, **changes), demo))  # noqa: E731
+    assert where() == "runs/classify/demo/weight-norm/lr-0.003/seed-1"
+    assert where(seed=2, learning_rate=0.01).endswith("demo/weight-norm/lr-0.01/seed-2")
+    assert where(epochs=3, width=0.5).endswith(
+        "demo+epochs=3,width=0.5/weight-norm/lr-0.003/seed-1"
+    )
+    assert where(device="cpu", compile=True, runs=Path("runs")) == where()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epochs", 0),
+        ("batch_size", 1),
+        ("width", 0.0),
+        ("noise", -1.0),
+        ("dropout", 1.0),
+        ("init_examples", 1),
+        ("limit", 1),
+        ("learning_rate", 0.0),
+        ("checkpoint_seconds", -1.0),
+    ],
+)
+def test_impossible_values_are_refused(field, value):
+    with pytest.raises(ConfigError, match=rf"{field.replace('_', '-')} is {value}; expected"):
+        replace(classify.PAPER, **{field: value})

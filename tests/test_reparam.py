@@ -299,6 +299,15 @@ def test_tied_weights_stay_tied():
     assert model["out"].weight is model["embed"].weight
 
 
+def test_weights_tied_across_different_axes_are_refused_whole():
+    model = nn.ModuleList([nn.Conv1d(3, 3, 2), nn.ConvTranspose1d(3, 3, 2)])
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match="units lie along different axes"):
+        weight_norm_model(model)
+    assert model[0].weight is model[1].weight
+    assert type(model[0]) is nn.Conv1d
+
+
 def test_meta_weights_are_not_computed():
     layer = weight_norm(nn.ConvTranspose1d(3, 4, 2, device="meta"))
     assert all(p.is_meta for p in layer.parameters())

@@ -130,13 +130,16 @@ class _Plan:
     train_g: bool
     options: dict[str, Any]
 
+    @property
+    def axis(self) -> tuple[int | None, int]:
+        """The axis that is kept, and the groups axis 0 splits into."""
+        if self.dim == "auto":
+            return layers.unit_axis(self.layer, self.name)
+        return functional.resolve_dim(self.dim, _parameter(self.layer, self.name).ndim), 1
+
     def carry_out(self) -> mechanism.Originals:
         weight = _parameter(self.layer, self.name)
-        dim: int | None
-        if self.dim == "auto":
-            dim, groups = layers.unit_axis(self.layer, self.name)
-        else:
-            dim, groups = functional.resolve_dim(self.dim, weight.ndim), 1
+        dim, groups = self.axis
         map_ = WeightNorm(dim, groups=groups, **self.options)
         originals = mechanism.attach(self.layer, self.name, map_)
         originals.original0.requires_grad_(self.train_g and weight.requires_grad)
@@ -201,7 +204,7 @@ def _parameter(layer: nn.Module, name: str) -> nn.Parameter:
 
 def _apply(plans: list[_Plan]) -> None:
     """Carry out all plans or none."""
-    tied: dict[int, mechanism.Originals] = {}
+    tied: dict[int, tuple[mechanism.Originals, _Plan]] = {}
     done: list[tuple[_Plan, nn.Parameter]] = []
     try:
         for plan in plans:
@@ -209,9 +212,16 @@ def _apply(plans: list[_Plan]) -> None:
             if isinstance(weight, UninitializedParameter):
                 plan.layer.register_forward_pre_hook(_WhenMaterialized(plan))
             elif id(weight) in tied:
-                mechanism.share(plan.layer, plan.name, tied[id(weight)])
+                originals, first = tied[id(weight)]
+                if plan.axis != first.axis:
+                    raise ValueError(
+                        f"one weight is tied between {type(first.layer).__name__} and "
+                        f"{type(plan.layer).__name__}, whose units lie along different axes; "
+                        "leave one of them out with `where`"
+                    )
+                mechanism.share(plan.layer, plan.name, originals)
             else:
-                tied[id(weight)] = plan.carry_out()
+                tied[id(weight)] = plan.carry_out(), plan
             done.append((plan, weight))
     except BaseException:
         for plan, weight in reversed(done):

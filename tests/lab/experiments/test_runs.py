@@ -239,6 +239,14 @@ def test_a_terminal_gets_bars(tmp_path):
     assert "left" in text
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_learns(tmp_path, precision):
+    code, _, err = weightnorm(*tiny(tmp_path, "--precision", precision))
+    assert code == 0, err
+    loss = load_record(run_folder(tmp_path)).column("train_loss")
+    assert loss[-1] < loss[0]
+
+
 def spread(ranks, runs, *more):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *words, "-m", "weightnorm", *map(str, tiny(runs, *more))]

@@ -103,8 +103,8 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
         network = run.ranks.parallel(torch.compile(model) if config.compile else model)  # type: ignore
 
         optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
-        half_precision = torch.amp.GradScaler(enabled=config.precision == "float16")
-        run.restore(model=model, optimizer=optimizer, scaler=half_precision)
+        scaler = torch.amp.GradScaler(run.device.type, enabled=config.precision == "float16")
+        run.restore(model=model, optimizer=optimizer, scaler=scaler)
 
         for epoch in run.epochs(config.epochs):
             set_schedule(optimizer, config, epoch)
@@ -115,9 +115,9 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
                     logits = network(x.contiguous(memory_format=torch.channels_last))
                     loss = F.cross_entropy(logits.float(), y)
                 optimizer.zero_grad()
-                half_precision.scale(loss).backward()
-                half_precision.step(optimizer)
-                half_precision.update()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
                 with torch.no_grad():
                     wrong = (logits.argmax(1) != y).sum()
                     run.add(loss=loss * len(rows), error=wrong, count=len(rows))

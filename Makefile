@@ -1,5 +1,5 @@
 # Everything a fresh machine needs, in two commands:
-#   make demo   see it work: a tour of the library, with a picture at the end
+#   make demo   see it work: the paper's comparison on embedded data, with a report at the end
 #   make test   lint, types and every test
 # Both set up .venv first, and only when pyproject.toml or constraints.txt changed.
 
@@ -8,9 +8,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint types unit format clean
+.PHONY: demo tour test lint types unit format clean
 
 demo: $(READY)
+	$(BIN)/weightnorm demo --out out
+
+# The library alone, step by step, with a picture.
+tour: $(READY)
 	$(BIN)/python examples/tour.py --out out
 
 test: lint types unit

@@ -1,4 +1,4 @@
-"""A tour of weightnorm on embedded data: run it with `make demo`.
+"""A tour of weightnorm on embedded data: run it with `make tour`.
 
 1. The five parameterizations of the paper, from one data-dependent initialization.
 2. What training does to ‖v‖ and to the effective step g/‖v‖.

@@ -25,6 +25,7 @@ LIBRARY = {
     "reparam": {"functional", "layers", "mechanism", "sites"},
     "mean_only": {"collective", "kernels", "layers"},
     "data_init": {"collective", "init_report", "kernels", "layers", "mean_only", "sites"},
+    "checkpoint": {"functional", "kernels", "sites"},
     "diagnostics": {"sites"},
     "variants": {"collective", "mean_only", "reparam"},
 }
@@ -36,7 +37,8 @@ LAB = {
     "models": (set(), True, {"torch"}),
     "experiments": ({"data", "models", "records"}, True, {"torch", "rich", "ray"}),
     "reports": ({"records"}, False, {"numpy", "matplotlib", "jinja2"}),
-    "cli": ({"data", "experiments", "records", "reports"}, True, {"tyro", "rich"}),
+    "parsing": ({"experiments"}, False, {"tyro", "rich"}),
+    "cli": ({"data", "experiments", "parsing", "records", "reports"}, True, {"tyro", "rich"}),
 }
 
 

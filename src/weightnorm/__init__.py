@@ -1,6 +1,7 @@
 """Weight normalization for PyTorch, after Salimans & Kingma (2016)."""
 
 from weightnorm import diagnostics, functional
+from weightnorm.checkpoint import convert_state_dict, load_state_dict
 from weightnorm.data_init import data_dependent_init
 from weightnorm.folding import folded, remove_weight_norm
 from weightnorm.functional import Parts
@@ -23,12 +24,14 @@ __all__ = [
     "Parameterization",
     "Parts",
     "WeightNorm",
+    "convert_state_dict",
     "data_dependent_init",
     "diagnostics",
     "folded",
     "functional",
     "init_",
     "is_weight_normed",
+    "load_state_dict",
     "mean_only_batch_norm",
     "normalized_weights",
     "parameterize",

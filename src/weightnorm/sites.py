@@ -116,16 +116,24 @@ class Site:
         return w
 
     @torch.no_grad()
+    def decomposed(self, weight: Tensor) -> Parts:
+        """What to store so that the weight has this value."""
+        if isinstance(self.map, WeightNorm):
+            g, v = self.map.right_inverse(weight)
+            return Parts(v, g)
+        dim = (mechanism.hook_of(self.module, self.name) or self.map).dim
+        return Parts(weight.clone(), torch.norm_except_dim(weight, 2, dim))
+
+    @torch.no_grad()
     def write(self, weight: Tensor) -> None:
         """Set v and g so that the weight has this value."""
-        hook = mechanism.hook_of(self.module, self.name)
-        if hook is None:
-            setattr(self.module, self.name, weight.clone())
-            return
-        v, g = self.stored
-        v.copy_(weight)
-        g.copy_(torch.norm_except_dim(weight, 2, hook.dim))
-        setattr(self.module, self.name, self.weight())
+        if weight.shape != self.stored.v.shape:
+            got, expected = tuple(weight.shape), tuple(self.stored.v.shape)
+            raise ValueError(f"got a weight of shape {got}, expected {expected}")
+        for stored, value in zip(self.stored, self.decomposed(weight), strict=True):
+            stored.copy_(value)
+        if self.map is None:  # the attribute that its hook sets at forward
+            setattr(self.module, self.name, self.weight())
 
 
 def sites(model: nn.Module, *, recurse: bool = True) -> Iterator[Site]:

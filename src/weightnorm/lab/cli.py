@@ -5,16 +5,11 @@ Exit codes: 0 done, 1 failed, 2 usage, 130 interrupted.
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-import typing
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from enum import Enum
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
 
 import tyro
 from rich.console import Console
@@ -26,17 +21,14 @@ from weightnorm.lab.data.catalog import DATA_SETS
 from weightnorm.lab.data.fetch import DataError
 from weightnorm.lab.experiments import classify
 from weightnorm.lab.experiments.checkpoints import CheckpointError
-from weightnorm.lab.experiments.config import ConfigError, RunConfig
+from weightnorm.lab.experiments.config import ConfigError
 from weightnorm.lab.experiments.run import Interrupted, RunError, resume_command
+from weightnorm.lab.experiments.sweep import Grid, render, sweep
+from weightnorm.lab.parsing import UsageError, nearest, parse, parse_config, parse_known
 from weightnorm.lab.records import RecordError
 
 EXPERIMENTS: dict[str, ModuleType] = {"classify": classify}
 OUT, ERR = Console(), Console(stderr=True)
-T = TypeVar("T")
-
-
-class UsageError(Exception):
-    """Words that make no command; the message names the nearest ones that do."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -46,7 +38,7 @@ def main(words: Sequence[str]) -> int:
         if not words or words[0] in ("-h", "--help", "help"):
             OUT.print(_overview())
             return 0
-        return VERBS[_nearest(words[0], VERBS, "command")](words[1:])
+        return VERBS[nearest(words[0], VERBS, "command")](words[1:])
     except (UsageError, ConfigError) as error:
         ERR.print(f"[bold red]error[/] {error}", highlight=False, soft_wrap=True)
         return 2
@@ -55,7 +47,7 @@ def main(words: Sequence[str]) -> int:
         return 1
     except Interrupted as stopped:
         ERR.print(f"stopped; everything is saved in {stopped}", highlight=False, soft_wrap=True)
-        ERR.print(f"to go on:  {resume_command(words)}", highlight=False, soft_wrap=True)
+        _say_how_to_go_on(words)
         return 130
     except KeyboardInterrupt:
         return 130
@@ -64,29 +56,31 @@ def main(words: Sequence[str]) -> int:
 # — verbs —
 
 
+@dataclass(frozen=True)
+class NoOptions:
+    """There is nothing to set."""
+
+
 def list_(words: list[str]) -> int:
     """What can be run: experiments, presets and how long they take."""
-    _parse(_Nothing, words, "list", list_)
-    table = Table("experiment", "preset", "what", "settings")
+    parse(NoOptions, words, "list", list_)
+    table = Table("experiment", "preset", "settings", box=None)
     for name, module in EXPERIMENTS.items():
-        for preset, config in module.PRESETS.items():
-            settings = ", ".join(module.SIZES[preset])
-            first = (name, module.TITLE) if preset == next(iter(module.PRESETS)) else ("", "")
-            table.add_row(first[0], preset, first[1], settings)
-            assert config.preset == preset
+        table.add_row(f"[bold]{name}", "", module.TITLE)
+        for preset in module.PRESETS:
+            table.add_row("", preset, ", ".join(module.SIZES[preset]))
     OUT.print(table)
-    OUT.print("weightnorm run EXPERIMENT --help  shows every setting")
+    OUT.print("\nweightnorm run EXPERIMENT --help  explains every setting", highlight=False)
     return 0
 
 
 def run(words: list[str]) -> int:
-    """Run one experiment, or go on with it. The same command resumes a run that was stopped."""
-    module, rest = _experiment(words, "run")
-    config = _config(module, rest, f"run {module.NAME}")
-    record = module.run(config, ERR)
-    numbers = ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in (record.result or {}).items())
-    if _speaks():
-        OUT.print(f"{record.folder}: {numbers}", highlight=False, soft_wrap=True)
+    """Run one experiment, or go on with it: the same command resumes a run that was stopped."""
+    module, words = _experiment(words, "run")
+    record = module.run(parse_config(module, words, f"run {module.NAME}"), ERR)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, the first rank speaks
+        numbers = [f"{k.replace('_', ' ')} {v:.4g}" for k, v in (record.result or {}).items()]
+        OUT.print(f"{record.folder}: {', '.join(numbers)}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -111,21 +105,24 @@ class SweepOptions:
 def sweep_(words: list[str]) -> int:
     """Run a grid of experiments: parameterizations × learning rates × seeds."""
     module, rest = _experiment(words, "sweep")
-    options, rest = _parse_known(SweepOptions, rest, f"sweep {module.NAME}", sweep_)
-    base = _config(module, rest, f"sweep {module.NAME}")
+    options, rest = parse_known(SweepOptions, rest, f"sweep {module.NAME}", sweep_)
     grid = Grid(
         experiment=module.NAME,
-        base=base,
+        base=parse_config(module, rest, f"sweep {module.NAME}"),
         parameterizations=options.parameterizations,
         learning_rates=options.learning_rates,
         seeds=options.seeds,
     )
+    return _sweep(grid, ["sweep", *words], options)
+
+
+def _sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
     result = sweep(
         grid, jobs=options.jobs, cluster=options.cluster, metric=options.metric, console=ERR
     )
     OUT.print(render(result))
     if result.interrupted:
-        ERR.print(f"to go on:  {resume_command(['sweep', *words])}", soft_wrap=True)
+        _say_how_to_go_on(words)
         return 130
     return 1 if result.failed else 0
 
@@ -142,11 +139,16 @@ class ReportOptions:
 
 def report_(words: list[str]) -> int:
     """Turn records into figures, tables and one page."""
-    options = _parse(ReportOptions, words, "report", report_)
-    files = report(options.runs, options.out)
+    from weightnorm.lab.reports import ReportError, report  # matplotlib is slow to import
+
+    options = parse(ReportOptions, words, "report", report_)
+    try:
+        files = report(options.runs, options.out)
+    except ReportError as error:
+        raise RecordError(str(error)) from error
     for problem in files.problems:
         ERR.print(f"[yellow]left out[/] {problem}", highlight=False, soft_wrap=True)
-    OUT.print(f"{files.page.resolve()}", highlight=False, soft_wrap=True)
+    OUT.print(f"report: {files.page.resolve()}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -162,18 +164,17 @@ class DataOptions:
 
 def data(words: list[str]) -> int:
     """Show what data is there, and download what is not."""
-    options = _parse(DataOptions, words, "data", data)
+    options = parse(DataOptions, words, "data", data)
     wanted = tuple(DATA_SETS) if "all" in options.download else options.download
-    for name in wanted:
-        fetch.fetch(_nearest(name, DATA_SETS, "data set"), options.data_dir)
-    table = Table("data set", "file", "state", "size", "folder")
+    for name in [nearest(name, DATA_SETS, "data set") for name in wanted]:
+        fetch.fetch(name, options.data_dir)
+    looks = {"valid": "[green]ok", "missing": "[yellow]missing", "corrupt": "[red]corrupt"}
+    table = Table("data set", "file", "state", "bytes", box=None)
     for found in fetch.status(options.data_dir):
-        for i, file in enumerate(found.files):
-            state = {"valid": "[green]ok", "missing": "[yellow]missing", "corrupt": "[red]corrupt"}
-            names = (found.name, str(found.folder)) if i == 0 else ("", "")
-            size = f"{file.file.size:,}"
-            table.add_row(names[0], file.path.name, state[file.state], size, names[1])
-    table.add_row("digits", "(in scikit-learn)", "[green]ok", "", "")
+        table.add_row(f"[bold]{found.name}", str(found.folder), "", "")
+        for file in found.files:
+            table.add_row("", file.path.name, looks[file.state], f"{file.file.size:,}")
+    table.add_row("[bold]digits", "in scikit-learn", looks["valid"], "")
     OUT.print(table)
     return 0
 
@@ -188,16 +189,11 @@ class DemoOptions:
 
 def demo(words: list[str]) -> int:
     """See it work: the five parameterizations on embedded digits, and the report."""
-    options = _parse(DemoOptions, words, "demo", demo)
-    base = replace(classify.PRESETS["demo"], runs=options.out / "runs")
-    grid = Grid("classify", base, tuple(Parameterization), (), (1,))
-    result = sweep(grid, jobs=2, console=ERR)
-    OUT.print(render(result))
-    if result.interrupted:
-        return 130
-    if result.failed:
-        return 1
-    return report_([str(base.runs), "--out", str(options.out / "report")])
+    options = parse(DemoOptions, words, "demo", demo)
+    runs = options.out / "runs"
+    grid = Grid("classify", replace(classify.PRESETS["demo"], runs=runs))
+    code = _sweep(grid, ["demo", *words], SweepOptions(jobs=2))
+    return code or report_([str(runs), "--out", str(options.out / "report")])
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
@@ -210,113 +206,28 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-# — parsing —
-
-
-@dataclass(frozen=True)
-class _Nothing:
-    """No options."""
+# — words —
 
 
 def _overview() -> Table:
-    table = Table(title="weightnorm: the experiments of the weight normalization paper", box=None)
+    table = Table(title="The experiments of the weight normalization paper", box=None)
     for name, verb in VERBS.items():
-        summary = (verb.__doc__ or "").splitlines()[0]
-        table.add_row(f"weightnorm {name}", summary)
-    table.add_row("", "Each has --help. Start with: weightnorm demo")
+        table.add_row(f"[bold]weightnorm {name}", (verb.__doc__ or "").splitlines()[0])
+    table.add_row("", "Each explains itself with --help. A good start: weightnorm demo")
     return table
 
 
-def _nearest(word: str, known: typing.Iterable[str], kind: str) -> str:
-    """The word itself if it is known; else an error that names the nearest."""
-    names = list(known)
-    if word in names:
-        return word
-    near = get_close_matches(word, names, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-    raise UsageError(f"there is no {kind} {word!r}; {hint}")
-
-
 def _experiment(words: list[str], verb: str) -> tuple[ModuleType, list[str]]:
+    """The experiment that is named first, and the words after it."""
+    if words and words[0] in ("-h", "--help"):
+        OUT.print(f"usage: weightnorm {verb} EXPERIMENT [settings]\n", highlight=False)
+        OUT.print(f"{VERBS[verb].__doc__}\n", highlight=False)
+        list_([])
+        raise SystemExit(0)
     if not words or words[0].startswith("-"):
-        if words and words[0] in ("-h", "--help"):
-            OUT.print(f"usage: weightnorm {verb} EXPERIMENT [settings]", highlight=False)
-            OUT.print(VERBS[verb].__doc__ or "", highlight=False)
-            list_([])
-            raise SystemExit(0)
         raise UsageError(f"which experiment? weightnorm {verb} {'|'.join(EXPERIMENTS)} [settings]")
-    return EXPERIMENTS[_nearest(words[0], EXPERIMENTS, "experiment")], words[1:]
+    return EXPERIMENTS[nearest(words[0], EXPERIMENTS, "experiment")], words[1:]
 
 
-def _config(module: ModuleType, words: list[str], prog: str) -> Any:
-    """The experiment's config: the preset, then the flags."""
-    preset = module.PRESETS["cpu"]
-    for i, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if name == "--preset":
-            value = value or (words[i + 1] if i + 1 < len(words) else "")
-            preset = module.PRESETS.get(value, preset)  # an unknown one is refused below
-    config: RunConfig = _parse(type(preset), words, prog, module.run, default=preset)
-    if not any(word.partition("=")[0] == "--learning-rate" for word in words):
-        config = replace(config, learning_rate=module.LEARNING_RATES[config.parameterization])
-    return config
-
-
-def _parse(kind: type[T], words: list[str], verb: str, about: Any, default: Any = None) -> T:
-    parsed, _ = _parse_with(kind, words, verb, about, default, known_only=True)
-    return parsed
-
-
-def _parse_known(kind: type[T], words: list[str], verb: str, about: Any) -> tuple[T, list[str]]:
-    return _parse_with(kind, words, verb, about, None, known_only=False)
-
-
-def _parse_with(
-    kind: type[T], words: list[str], verb: str, about: Any, default: Any, known_only: bool
-) -> tuple[T, list[str]]:
-    options: dict[str, Any] = {
-        "args": words,
-        "prog": f"weightnorm {verb}",
-        "description": f"{(about.__doc__ or '').splitlines()[0]}\n\n{kind.__doc__}",
-        "config": (tyro.conf.EnumChoicesFromValues,),
-        "return_unknown_args": not known_only,
-    }
-    if default is not None:
-        options["default"] = default
-    try:
-        parsed: Any = tyro.cli(kind, **options)
-    except SystemExit as stop:
-        if stop.code == 2:
-            _name_nearest(kind, words)
-        raise
-    return (parsed, []) if known_only else parsed
-
-
-def _name_nearest(kind: Any, words: list[str]) -> None:
-    """After a refusal: for a value that is not among a field's choices, the nearest that is."""
-    hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        choices = [str(c.value) for c in hint] if _is_enum(hint) else typing.get_args(hint)
-        flag = f"--{field.name.replace('_', '-')}"
-        for word, value in zip(words, words[1:], strict=False):
-            known = [c for c in choices if isinstance(c, str)]
-            if word == flag and known and value not in known:
-                near = get_close_matches(value, known, 1)
-                if near:
-                    ERR.print(f"did you mean {flag} {near[0]}?", highlight=False)
-
-
-def _is_enum(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Enum)
-
-
-def _speaks() -> bool:
-    """Whether this process is the one that prints: the first rank, or the only one."""
-    import os
-
-    return os.environ.get("RANK", "0") == "0"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _say_how_to_go_on(words: list[str]) -> None:
+    ERR.print(f"to go on:  {resume_command(words)}", highlight=False, soft_wrap=True)

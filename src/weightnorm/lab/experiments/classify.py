@@ -69,7 +69,7 @@ PAPER = Config(preset="paper")
 PRESETS = {
     "paper": PAPER,
     "cpu": replace(PAPER, preset="cpu", width=0.25, epochs=16),
-    "demo": replace(PAPER, preset="demo", data="digits", width=0.125, epochs=12),
+    "demo": replace(PAPER, preset="demo", data="digits", width=0.125, epochs=30),
 }
 SIZES = {
     "paper": ("96/192 channels", "200 epochs", "a GPU, hours"),

@@ -27,6 +27,7 @@ LIBRARY = {
     "data_init": {"collective", "init_report", "kernels", "layers", "mean_only", "sites"},
     "checkpoint": {"functional", "kernels", "sites"},
     "diagnostics": {"sites"},
+    "optimizer": {"functional", "kernels", "layers"},
     "variants": {"collective", "mean_only", "reparam"},
 }
 

@@ -14,6 +14,7 @@ PUBLIC = {
     "Parameterization": None,
     "Parts": None,
     "WeightNorm": None,
+    "WeightNormOptimizer": None,
     "convert_state_dict": "(state, to, *, weights=(), dim='infer')",
     "data_dependent_init": "(model, *batch, target_std=1.0, group=None, forward=None)",
     "diagnostics": None,

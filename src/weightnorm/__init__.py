@@ -12,6 +12,7 @@ from weightnorm.mean_only import (
     MeanOnlyBatchNorm3d,
     mean_only_batch_norm,
 )
+from weightnorm.optimizer import WeightNormOptimizer
 from weightnorm.reparam import init_, weight_norm, weight_norm_model
 from weightnorm.sites import WeightNorm, is_weight_normed, normalized_weights, parts
 from weightnorm.variants import Parameterization, parameterize
@@ -24,6 +25,7 @@ __all__ = [
     "Parameterization",
     "Parts",
     "WeightNorm",
+    "WeightNormOptimizer",
     "convert_state_dict",
     "data_dependent_init",
     "diagnostics",

@@ -1,0 +1,170 @@
+"""The section of experiment 1, CIFAR-10 classification: the paper's figure, its table, its words
+on speed and on the length of v."""
+
+from __future__ import annotations
+
+from weightnorm.lab.records import RunRecord
+from weightnorm.lab.reports.aggregate import epoch_seconds, final, stat
+from weightnorm.lab.reports.comparison import Comparison, comparisons, finished
+from weightnorm.lab.reports.curves import best_lines, progress, rate_lines, reading
+from weightnorm.lab.reports.looks import LOOKS, look, ordered
+from weightnorm.lab.reports.section import Plot, Section, Table, slug
+from weightnorm.lab.reports.settings import MACHINE, config_values, settings, unlike
+
+PAPER_ERROR = {
+    "standard": "8.43",
+    "batch-norm": "8.05",
+    "weight-norm": "8.46",
+    "mean-only-batch-norm": "8.52",
+    "weight-norm-mean-only": "7.31",
+}
+PUBLISHED_ERROR = {
+    "Maxout": "11.68",
+    "Network in Network": "10.41",
+    "Deeply Supervised": "9.6",
+    "ConvPool-CNN-C": "9.31",
+    "ALL-CNN-C": "9.08",
+}
+PAPER_TIME = {"standard": "1", "batch-norm": "1.16", "weight-norm": "not noticeably above 1"}
+PAPER_SIZE = {"width": "1", "epochs": "200", "limit": "none"}
+HOW = ("lr", "epochs")
+NO_RUNS = ("—",) * 5
+
+
+def section(records: list[RunRecord]) -> Section:
+    """Experiment 1, a part for each preset."""
+    return Section(
+        "Classification with five parameterizations",
+        "ConvPool-CNN-C trained in five parameterizations (section 5.1 of the paper), each at the "
+        "learning rate with the lowest mean training error at the end.",
+        tuple(map(part, comparisons(records, metric="train_error"))),
+    )
+
+
+def part(runs: Comparison) -> Section:
+    """Everything about the runs of one preset."""
+
+    def curves(metric: str, title: str, y: str, percent: bool = False) -> Plot:
+        drawn = best_lines(runs, metric, scale=100 if percent else 1)
+        name = slug(f"classify {runs.label} {metric}")
+        return Plot(name, title, reading(drawn), "epoch", y, drawn, from_zero=percent)
+
+    content = [
+        curves("train_error", "Training error (the paper's figure 1)", "training error, %", True),
+        curves("test_error", "Test error", "test error, %", True),
+        errors(runs),
+        *unfinished(runs),
+        curves("v_norm", "Length of v", "‖v‖, mean over units"),
+        curves("effective_step", "Effective step", "g/‖v‖, mean over units"),
+        *learning_rates(runs),
+        times(runs),
+        settings(runs.records),
+    ]
+    shown = (item for item in content if isinstance(item, Table) or item.lines)
+    data = "CIFAR-10" if _cifar10(runs) else "Digits, not CIFAR-10"
+    intro = f"{data}. {len(finished(runs.records))} of {len(runs.records)} runs are finished."
+    return Section(f"classify: {runs.label}", intro, tuple(shown))
+
+
+def errors(runs: Comparison) -> Table:
+    """Errors at the end, beside the paper's and the published ones where these are comparable."""
+    cifar10 = _cifar10(runs)
+    rows: list[tuple[str, ...]] = []
+    for kind in ordered({*runs.best, *(LOOKS if cifar10 else ())}):
+        test, train, n, *how = _ends(*runs.best[kind]) if kind in runs.best else NO_RUNS
+        rows.append((look(kind).name, test, n, PAPER_ERROR.get(kind, "—"), train, *how))
+    for name, error in PUBLISHED_ERROR.items() if cifar10 else ():
+        rows.append((f"{name} (published)", "—", "—", error, "—", "—", "—"))
+    head: tuple[str, ...]
+    head = ("parameterization", "test error, %", "n", "paper, %", "training error, %", *HOW)
+    notes = ["Mean ± standard deviation over n finished runs, at the last epoch."]
+    if not cifar10:
+        notes.append("The paper's and the published errors are of CIFAR-10, so not shown here.")
+        head, *rows = [(*row[:3], *row[4:]) for row in (head, *rows)]
+    elif other := _other_size(runs):
+        notes.append(f"The paper's runs: width 1, 200 epochs, all training data. These: {other}.")
+    return Table("Errors", head, tuple(rows), tuple(notes))
+
+
+def unfinished(runs: Comparison) -> list[Table]:
+    """The runs that are in no other table, if any."""
+    rows = tuple(
+        (look(kind).name, f"{rate:g}", str(record.config.get("seed", "?")), progress(record))
+        for kind, rates in runs.grid.items()
+        for rate, records in rates.items()
+        for record in records
+        if not record.finished
+    )
+    head = ("parameterization", "lr", "seed", "how far")
+    notes = ("Not counted in any n.",)
+    return [Table("Not finished", head, rows, notes, numeric=False)] if rows else []
+
+
+def learning_rates(runs: Comparison) -> list[Plot | Table]:
+    """What the learning rate does to the end of training, if more than one was tried."""
+    if not any(len(rates) > 1 for rates in runs.grid.values()):
+        return []
+    made = {
+        "train_error": ("Training error by learning rate", "final training error, %", 100),
+        "train_loss": ("Training loss by learning rate", "final training loss, nats", 1),
+    }
+    plots = []
+    for metric, (title, y, scale) in made.items():
+        drawn = rate_lines(runs, metric, scale)
+        name = slug(f"classify {runs.label} rate {metric}")
+        plots.append(
+            Plot(name, title, reading(drawn), "learning rate", y, drawn, log_x=True, from_zero=True)
+        )
+    rows = tuple(
+        (look(kind).name, f"{rate:g}", *_ends(rate, records)[:3])
+        for kind, rates in runs.grid.items()
+        for rate, records in rates.items()
+    )
+    head = ("parameterization", "lr", "test error, %", "training error, %", "n")
+    return [*plots, Table("Every learning rate", head, rows)]
+
+
+def times(runs: Comparison) -> Table:
+    """Time of an epoch, relative to standard."""
+    done = {
+        kind: finished(record for records in rates.values() for record in records)
+        for kind, rates in runs.grid.items()
+    }
+    seconds = {kind: stat(map(epoch_seconds, records)) for kind, records in done.items()}
+    standard = seconds.get("standard", stat([]))
+    rows = [
+        (
+            look(kind).name,
+            time.text(),
+            f"{time.mean / standard.mean:.2f}" if time.n and standard.mean > 0 else "—",
+            str(time.runs),
+            PAPER_TIME.get(kind, "—"),
+        )
+        for kind, time in seconds.items()
+    ]
+    notes = ["Seconds: mean over the epochs of a run, then mean ± standard deviation over n runs."]
+    if differing := unlike(finished(runs.records), MACHINE):
+        notes.append(f"Runs differ in {', '.join(differing)}: their times do not compare.")
+    head = ("parameterization", "seconds per epoch", "relative to standard", "n", "paper")
+    return Table("Time per epoch", head, tuple(rows), tuple(notes))
+
+
+def _ends(rate: float, records: list[RunRecord]) -> tuple[str, str, str, str, str]:
+    done = finished(records)
+    test, train = (stat(final(r, metric) for r in done) for metric in ("test_error", "train_error"))
+    epochs = " or ".join(sorted(config_values(records, "epochs")))
+    return test.text(100), train.text(100), str(len(done)), f"{rate:g}", epochs
+
+
+def _cifar10(runs: Comparison) -> bool:
+    return set(config_values(runs.records, "data")) == {"cifar10"}
+
+
+def _other_size(runs: Comparison) -> str:
+    """Where the runs are not of the paper's size."""
+    values = {field: config_values(runs.records, field) for field in PAPER_SIZE}
+    return ", ".join(
+        f"{field} {' or '.join(sorted(values[field]))}"
+        for field, paper in PAPER_SIZE.items()
+        if set(values[field]) != {paper}
+    )

@@ -1,0 +1,115 @@
+"""Plots drawn: plots in, pictures out; the same plots always give the same bytes."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import matplotlib.style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+from weightnorm.lab.reports.looks import INK
+from weightnorm.lab.reports.section import Line, Plot
+
+PAPER = "#ffffff"
+WIDTH, HEIGHT, LEGEND_ROW = 5.0, 3.5, 0.21
+"""Inches; narrow enough that text stays readable on a phone."""
+LEGEND_WIDTH = 57
+"""Characters."""
+MARKERS = 8
+"""On a long line."""
+STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # a dollar in a name is a dollar
+    "figure.facecolor": PAPER,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": INK,
+    "grid.alpha": 0.15,
+    "font.size": 11,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot as files, and the name they go by."""
+
+    name: str
+    svg: bytes
+    png: bytes
+
+
+def draw(plots: Iterable[Plot]) -> dict[Plot, Picture]:
+    """A picture of each plot, no two of one name."""
+    pictures: dict[Plot, Picture] = {}
+    names: set[str] = set()
+    for plot in plots:
+        choices = (f"{plot.name}-{i}" if i > 1 else plot.name for i in range(1, len(names) + 2))
+        name = next(choice for choice in choices if choice not in names)
+        names.add(name)
+        # The house's style whatever the user's is; ids in the SVG follow from the name.
+        with matplotlib.style.context(["default", {**STYLE, "svg.hashsalt": name}]):
+            drawing = figure(plot)
+            nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            svg, png = _saved(drawing, "svg", nothing), _saved(drawing, "png", {"Software": None})
+        pictures[plot] = Picture(name, svg, png)
+    return pictures
+
+
+def figure(plot: Plot) -> Figure:
+    """The plot; its legend stands below, where no curve is."""
+    names = [textwrap.fill(line.name, LEGEND_WIDTH) for line in plot.lines]
+    height = HEIGHT + LEGEND_ROW * sum(name.count("\n") + 1 for name in names)
+    drawing = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = drawing.add_subplot(xlabel=plot.x, ylabel=plot.y)
+    handles = [_draw_line(axes, line) for line in plot.lines]
+    _scale(axes, plot)
+    drawing.legend(handles, names, loc="outside lower left", handlelength=3)
+    return drawing
+
+
+def _draw_line(axes: Axes, line: Line) -> Line2D:
+    if line.spread:
+        low = [y - spread for y, spread in zip(line.y, line.spread, strict=True)]
+        high = [y + spread for y, spread in zip(line.y, line.spread, strict=True)]
+        axes.fill_between(line.x, low, high, color=line.look.colour, alpha=0.18, linewidth=0)
+    return axes.plot(
+        line.x,
+        line.y,
+        color=line.look.colour,
+        linestyle="--" if line.unfinished else "-",
+        linewidth=1.8,
+        marker=line.look.marker,
+        markersize=4.5,
+        markevery=max(1, len(line.x) // MARKERS),
+    )[0]
+
+
+def _scale(axes: Axes, plot: Plot) -> None:
+    if plot.from_zero:
+        axes.set_ylim(bottom=0)
+    if plot.log_x:
+        axes.set_xscale("log")
+        ticks = sorted({x for line in plot.lines for x in line.x})
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _saved(drawing: Figure, kind: str, metadata: dict[str, None]) -> bytes:
+    buffer = io.BytesIO()
+    drawing.savefig(buffer, format=kind, dpi=200, metadata=metadata)
+    return buffer.getvalue()

@@ -1,0 +1,92 @@
+"""The section of an experiment that has none of its own: every metric per epoch, every result."""
+
+from __future__ import annotations
+
+import json
+
+from weightnorm.lab.records import Row, RunRecord
+from weightnorm.lab.reports.aggregate import final, number, stat
+from weightnorm.lab.reports.comparison import finished, grouped, label
+from weightnorm.lab.reports.curves import lines, reading
+from weightnorm.lab.reports.looks import LOOKS, Look, look
+from weightnorm.lab.reports.section import Plot, Section, Table, slug
+from weightnorm.lab.reports.settings import settings
+
+Groups = dict[str, list[RunRecord]]
+
+
+def section(records: list[RunRecord]) -> Section:
+    """Any experiment, a part for each preset."""
+    name = records[0].experiment
+    parts = (part(name, *group) for group in sorted(grouped(records, label).items()))
+    return Section(f"Experiment {name}", "Every metric that was recorded.", tuple(parts))
+
+
+def part(experiment: str, preset: str, records: list[RunRecord]) -> Section:
+    """The runs of one preset; those that differ only in the seed go together."""
+    groups = named_groups(records)
+    metrics = dict.fromkeys(key for record in records for row in record.metrics for key in row)
+    plots = (plot(experiment, preset, metric, groups) for metric in metrics if metric != "epoch")
+    intro = f"{len(finished(records))} of {len(records)} runs are finished."
+    shown = [item for item in plots if item.lines]
+    content: list[Plot | Table] = [*shown, results(groups), settings(records)]
+    return Section(f"{experiment}: {preset}", intro, tuple(content))
+
+
+def plot(experiment: str, preset: str, metric: str, groups: Groups) -> Plot:
+    words = metric.replace("_", " ")
+    drawn = tuple(
+        line
+        for name, one in zip(groups, looks(groups), strict=True)
+        for line in lines(groups[name], metric, one, name)
+    )
+    file = slug(f"{experiment} {preset} {metric}")
+    return Plot(file, words.capitalize(), reading(drawn), "epoch", words, drawn)
+
+
+def results(groups: Groups) -> Table:
+    """What the runs ended with."""
+    done = {name: finished(records) for name, records in groups.items()}
+    keys = dict.fromkeys(
+        key
+        for records in done.values()
+        for record in records
+        for key, value in (record.result or {}).items()
+        if number(value) == number(value)
+    )
+    rows = tuple(
+        (
+            name,
+            *(stat(final(r, key) for r in records).text(digits=4) for key in keys),
+            f"{len(records)}",
+        )
+        for name, records in done.items()
+    )
+    return Table("Results", ("runs", *(key.replace("_", " ") for key in keys), "n"), rows)
+
+
+def named_groups(records: list[RunRecord]) -> Groups:
+    """Runs with one config but for the seed, named by the fields in which the groups differ."""
+    groups = [*grouped(records, lambda r: json.dumps(_but_seed(r), sort_keys=True)).values()]
+    configs = [_but_seed(group[0]) for group in groups]
+    fields = [
+        field
+        for field in dict.fromkeys(field for config in configs for field in config)
+        if len({json.dumps(config.get(field)) for config in configs}) > 1
+    ]
+    return {
+        ", ".join(f"{f.replace('_', ' ')} {config.get(f)}" for f in fields) or "all runs": group
+        for config, group in zip(configs, groups, strict=True)
+    }
+
+
+def looks(groups: Groups) -> list[Look]:
+    """Each parameterization's own where it tells the groups apart, else one after the other."""
+    kinds = [str(group[0].config.get("parameterization")) for group in groups.values()]
+    if len(set(kinds)) == len(kinds) and set(kinds) <= set(LOOKS):
+        return [look(kind) for kind in kinds]
+    return [look(name, index) for index, name in enumerate(groups)]
+
+
+def _but_seed(record: RunRecord) -> Row:
+    return {field: value for field, value in record.config.items() if field != "seed"}

@@ -1,0 +1,139 @@
+"""Numbers over seeds: against numpy, and with the numbers that are not there."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weightnorm.lab.records import RunRecord
+from weightnorm.lab.reports.aggregate import best_rate, curve, epoch_seconds, final, number, stat
+from weightnorm.lab.reports.comparison import comparisons, label
+
+
+def record(*errors, result=None, first_epoch=1, **config):
+    rows = [{"epoch": first_epoch + i, "error": error} for i, error in enumerate(errors)]
+    return RunRecord(Path("run"), "classify", "cpu", config, [], rows, result)
+
+
+def done(error, **config):
+    return record(error, result={"error": error}, **config)
+
+
+def test_stat_is_numpys():
+    values = [0.3, 0.1, 0.8]
+    found = stat(values)
+    assert (found.mean, found.std) == pytest.approx((np.mean(values), np.std(values, ddof=1)))
+    assert (found.n, found.runs, found.complete) == (3, 3, True)
+
+
+@pytest.mark.parametrize("missing", [None, "0.3", True, math.nan, math.inf, 10**400, [1]])
+def test_what_is_not_a_finite_number_is_not_counted(missing):
+    assert math.isnan(number(missing))
+    found = stat([0.25, missing])
+    assert (found.mean, found.n, found.runs, found.complete) == (0.25, 1, 2, False)
+    assert found.text() == "0.25 (n = 1 of 2)"
+
+
+def test_one_run_has_no_spread():
+    assert math.isnan(stat([0.5]).std)
+    assert stat([0.5]).text(scale=100) == "50.00"
+    assert curve([record(0.5)], "error").std == (0,)
+
+
+def test_no_run_has_no_number():
+    assert stat([]).text() == "—"
+    assert not stat([]).complete
+    assert curve([], "error").n == 0
+    assert curve([record()], "error").n == 0
+
+
+def test_a_curve_is_mean_and_std_at_each_epoch():
+    found = curve([record(0.9, 0.4), record(0.7, 0.2)], "error")
+    assert found.x == (1, 2)
+    assert found.mean == pytest.approx((0.8, 0.3))
+    assert found.std == pytest.approx((np.std([0.9, 0.7], ddof=1),) * 2)
+    assert found.n == 2
+
+
+def test_a_curve_has_a_gap_where_a_run_dropped_out():
+    found = curve([record(0.9, 0.4, 0.2), record(0.7, None)], "error")
+    assert found.mean[0] == pytest.approx(0.8)
+    assert all(map(math.isnan, found.mean[1:]))
+
+
+def test_a_curve_skips_epochs_that_no_run_has_and_runs_that_never_have_it():
+    found = curve([record(0.9, None, 0.2), record(None, None, None)], "error")
+    assert (found.x, found.mean, found.n) == ((1, 3), (0.9, 0.2), 1)
+
+
+def test_a_curve_goes_by_the_epoch_not_the_row():
+    found = curve([record(0.9, 0.4), record(0.2, first_epoch=2)], "error")
+    assert math.isnan(found.mean[0])
+    assert found.mean[1] == pytest.approx(0.3)
+
+
+def test_the_end_is_the_results_then_the_newest_rows():
+    assert final(record(0.9, 0.4, result={"error": 0.3}), "error") == 0.3
+    assert final(record(0.9, 0.4, result={}), "error") == 0.4
+    assert final(record(0.9, 0.4), "error") == 0.4
+    assert math.isnan(final(record(0.9, result={"error": None}), "error"))
+    assert math.isnan(final(record(), "error"))
+
+
+def test_the_time_of_an_epoch_is_the_mean_of_those_recorded():
+    rows = [{"seconds": 1.0}, {"seconds": None}, {"seconds": 3.0}]
+    assert epoch_seconds(RunRecord(Path("run"), "classify", "cpu", {}, [], rows)) == 2.0
+    assert math.isnan(epoch_seconds(record()))
+
+
+def test_the_best_rate_has_the_lowest_mean_not_the_lowest_run():
+    rates = {0.1: [done(0.1), done(0.9)], 0.2: [done(0.4), done(0.4)]}
+    assert best_rate(rates, "error") == 0.2
+
+
+def test_a_rate_at_which_a_run_diverged_is_not_the_best():
+    assert best_rate({0.1: [done(0.1), done(None)], 0.2: [done(0.4)]}, "error") == 0.2
+
+
+def test_unfinished_runs_do_not_decide_the_rate():
+    rates = {0.1: [record(0.1)], 0.2: [done(0.4), record(0.9)]}
+    assert best_rate(rates, "error") == 0.2
+
+
+def test_while_none_has_finished_the_furthest_stands_in():
+    rates = {0.1: [record()], 0.2: [record(0.9, 0.8)], 0.3: [record(0.1)]}
+    assert best_rate(rates, "error") == 0.2
+
+
+def test_of_two_alike_the_smaller_rate():
+    assert best_rate({0.2: [done(0.4)], 0.1: [done(0.4)]}, "error") == 0.1
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [
+        ("runs/classify/cpu/weight-norm/lr-0.003/seed-1", "cpu"),
+        ("runs/classify/cpu+epochs=3/weight-norm/lr-0.003/seed-1", "cpu+epochs=3"),
+        ("classify/cpu+x=1/classify/cpu+x=2/weight-norm", "cpu+x=2"),
+        ("classify/work/classify/cpu+x=1/weight-norm", "cpu+x=1"),
+        ("elsewhere/seed-1", "cpu"),
+        ("runs/classify/cpu2/weight-norm", "cpu"),
+    ],
+)
+def test_the_label_is_the_folder_below_the_experiment(folder, expected):
+    assert label(RunRecord(Path(folder), "classify", "cpu", {})) == expected
+
+
+def test_a_comparison_sorts_runs_out():
+    runs = [
+        done(0.3, parameterization=kind, learning_rate=rate, seed=seed)
+        for kind in ("weight-norm", "own", "standard")
+        for rate in (0.01, 0.001)
+        for seed in (1, 2)
+    ]
+    (found,) = comparisons(runs, "error")
+    assert list(found.grid) == ["standard", "weight-norm", "own"]
+    assert all(list(rates) == [0.001, 0.01] for rates in found.grid.values())
+    assert {len(runs) for rates in found.grid.values() for runs in rates.values()} == {2}
+    assert {rate for rate, _ in found.best.values()} == {0.001}

@@ -1,0 +1,88 @@
+"""A plot as matplotlib has it, before it is saved."""
+
+import math
+
+import matplotlib.style
+import pytest
+from matplotlib.colors import to_hex
+
+from weightnorm.lab.reports.figures import LEGEND_WIDTH, STYLE, draw, figure
+from weightnorm.lab.reports.looks import LOOKS
+from weightnorm.lab.reports.section import Line, Plot
+
+
+def line(kind="weight-norm", x=(1.0, 2.0, 3.0), y=(30.0, 20.0, 10.0), **changes):
+    return Line(**{"name": kind, "look": LOOKS[kind], "x": x, "y": y, **changes})
+
+
+def plot(*lines, **changes):
+    return Plot("name", "Title", "Caption.", "epoch", "error, %", lines, **changes)
+
+
+def axes(*lines, **changes):
+    return figure(plot(*lines, **changes)).axes[0]
+
+
+def test_a_line_has_its_colour_marker_and_dashes():
+    done, running = axes(line(), line("standard", unfinished=True)).lines
+    assert (done.get_linestyle(), running.get_linestyle()) == ("-", "--")
+    assert (done.get_color(), done.get_marker()) == (LOOKS["weight-norm"].colour, "^")
+    assert (running.get_color(), running.get_marker()) == (LOOKS["standard"].colour, "o")
+    assert list(done.get_ydata()) == [30, 20, 10]
+
+
+def test_a_band_is_spread_around_its_line():
+    (band,) = axes(line(spread=(3.0, 2.0, 1.0)), line("standard")).collections
+    corners = {tuple(corner) for corner in band.get_paths()[0].vertices}
+    assert corners == {(1, 27), (1, 33), (2, 18), (2, 22), (3, 9), (3, 11)}
+    assert to_hex(band.get_facecolor()[0]) == LOOKS["weight-norm"].colour
+
+
+def test_errors_start_at_zero_and_lengths_need_not():
+    assert axes(line(), from_zero=True).get_ylim()[0] == 0
+    assert axes(line()).get_ylim()[0] > 0
+
+
+def test_learning_rates_are_their_own_ticks():
+    found = axes(line(x=(0.0003, 0.003), y=(1.0, 2.0)), line(x=(0.01,), y=(1.0,)), log_x=True)
+    assert found.get_xscale() == "log"
+    assert [text.get_text() for text in found.get_xticklabels()] == ["0.0003", "0.003", "0.01"]
+
+
+def test_epochs_are_whole():
+    ticks = axes(line(x=(1.0, 2.0), y=(1.0, 2.0))).get_xticks()
+    assert all(tick == round(tick) for tick in ticks)
+
+
+@pytest.mark.parametrize("epochs", [1, 7, 200])
+def test_a_long_line_has_few_markers(epochs):
+    x = tuple(float(epoch) for epoch in range(1, epochs + 1))
+    (drawn,) = axes(line(x=x, y=x)).lines
+    assert 1 <= len(range(0, epochs, drawn.get_markevery())) <= 15
+
+
+def test_the_legend_covers_no_curve_and_leaves_no_name_out():
+    names = ["short", "a name that goes on " * 5]
+    with matplotlib.style.context(["default", STYLE]):
+        drawing = figure(plot(*(line(name=name) for name in names)))
+        drawing.draw_without_rendering()
+    (legend,) = drawing.legends
+    texts = [text.get_text() for text in legend.texts]
+    assert " ".join(texts[1].split()) == names[1].strip()
+    assert max(len(row) for text in texts for row in text.split("\n")) <= LEGEND_WIDTH
+    box = legend.get_window_extent()
+    assert box.y1 <= drawing.axes[0].get_tightbbox().y0
+    assert box.x1 <= drawing.bbox.x1
+
+
+def test_gaps_and_dollars_are_drawn():
+    gap = plot(line(name="$x$ costs $5", y=(30.0, math.nan, 10.0)))
+    (picture,) = draw([gap]).values()
+    assert b"$x$ costs $5" in picture.svg
+    assert b"NaN" not in picture.svg.replace(b"nan", b"NaN")
+
+
+def test_two_plots_of_one_name_are_two_pictures():
+    first, second = plot(line()), plot(line("standard"))
+    pictures = draw([first, second])
+    assert [pictures[one].name for one in (first, second)] == ["name", "name-2"]

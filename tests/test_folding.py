@@ -95,6 +95,17 @@ def test_every_flavour_is_seen_folded_and_removed(flavour, kind):
     assert all(p.grad is not None for n, p in model.named_parameters() if "weight" in n)
 
 
+def test_folding_a_copy_of_torchs_leaves_the_original_alone():
+    layer = torchs(nn.Linear(3, 2))
+    twin = copy.deepcopy(layer)  # torch lets them share a class
+    before = layer.weight.detach().clone()
+    with folded(twin):
+        assert torch.equal(layer.weight, before)
+    remove_weight_norm(twin)
+    assert torch.equal(layer.weight, before)
+    assert type(twin) is nn.Linear
+
+
 def test_an_exception_inside_brings_the_parts_back():
     layer = weight_norm(nn.Linear(3, 2))
     v, g = parts(layer)

@@ -75,19 +75,17 @@ def detach(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[
     """Put plain `weights` where parametrized tensors are. The returned call undoes it exactly."""
     cls, parametrizations = type(module), parametrizations_of(module)
     saved, children = dict(parametrizations.items()), dict(module._modules)
-    properties = {name: cls.__dict__[name] for name in weights}
     for name in weights:
-        delattr(cls, name)
         del parametrizations[name]
+    # The class itself stays as it is: copies made by torch share it.
+    module.__class__ = _class_without(cls, weights) if parametrizations else cls.__bases__[0]
     if not parametrizations:
         del module._modules["parametrizations"]
-        module.__class__ = cls.__bases__[0]
     _set_parameters(module, weights)
 
     def undo() -> None:
-        for name, prop in properties.items():
+        for name in weights:
             del module._parameters[name]
-            setattr(cls, name, prop)
         module.__class__ = cls
         for name in list(parametrizations):
             del parametrizations[name]
@@ -96,6 +94,12 @@ def detach(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[
         refresh(module)
 
     return undo
+
+
+def _class_without(cls: type, names: Iterable[str]) -> type:
+    """The same class, where these names are no properties."""
+    left = {"__dict__", "__weakref__", *names}
+    return type(cls.__name__, cls.__bases__, {k: v for k, v in vars(cls).items() if k not in left})
 
 
 def detach_hook(module: nn.Module, name: str, weight: nn.Parameter) -> Callable[[], None]:

@@ -70,6 +70,9 @@ def test_damaged_files_are_named(folder):
     assert [record.folder for record in records] == [folder]
     assert "bad/config.json is damaged" in problems[0]
     assert "strange/config.json is not a run's config" in problems[1]
+    (folder / "result.json").write_text("[]")
+    with pytest.raises(RecordError, match=r"result.json is not a run's result"):
+        load_record(folder)
     (folder / "result.json").write_text("[")
     with pytest.raises(RecordError, match=r"result.json is damaged"):
         load_record(folder)

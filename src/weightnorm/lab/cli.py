@@ -13,6 +13,7 @@ from types import ModuleType
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from weightnorm import Parameterization
@@ -24,7 +25,14 @@ from weightnorm.lab.experiments.checkpoints import CheckpointError
 from weightnorm.lab.experiments.config import ConfigError
 from weightnorm.lab.experiments.run import Interrupted, RunError, resume_command
 from weightnorm.lab.experiments.sweep import Grid, render, sweep
-from weightnorm.lab.parsing import UsageError, nearest, parse, parse_config, parse_known
+from weightnorm.lab.parsing import (
+    UsageError,
+    nearest,
+    parse,
+    parse_config,
+    parse_known,
+    refuse_singular,
+)
 from weightnorm.lab.records import RecordError
 
 EXPERIMENTS: dict[str, ModuleType] = {"classify": classify}
@@ -40,13 +48,13 @@ def main(words: Sequence[str]) -> int:
             return 0
         return VERBS[nearest(words[0], VERBS, "command")](words[1:])
     except (UsageError, ConfigError) as error:
-        ERR.print(f"[bold red]error[/] {error}", highlight=False, soft_wrap=True)
+        _complain("error", error)
         return 2
     except (RunError, DataError, CheckpointError, RecordError) as error:
-        ERR.print(f"[bold red]failed[/] {error}", highlight=False, soft_wrap=True)
+        _complain("failed", error)
         return 1
     except Interrupted as stopped:
-        ERR.print(f"stopped; everything is saved in {stopped}", highlight=False, soft_wrap=True)
+        _say(ERR, f"stopped; everything is saved in {stopped}")
         _say_how_to_go_on(words)
         return 130
     except KeyboardInterrupt:
@@ -80,7 +88,7 @@ def run(words: list[str]) -> int:
     record = module.run(parse_config(module, words, f"run {module.NAME}"), ERR)
     if os.environ.get("RANK", "0") == "0":  # under torchrun, the first rank speaks
         numbers = [f"{k.replace('_', ' ')} {v:.4g}" for k, v in (record.result or {}).items()]
-        OUT.print(f"{record.folder}: {', '.join(numbers)}", highlight=False, soft_wrap=True)
+        _say(OUT, f"{record.folder}: {', '.join(numbers)}")
     return 0
 
 
@@ -106,6 +114,7 @@ def sweep_(words: list[str]) -> int:
     """Run a grid of experiments: parameterizations × learning rates × seeds."""
     module, rest = _experiment(words, "sweep")
     options, rest = parse_known(SweepOptions, rest, f"sweep {module.NAME}", sweep_)
+    refuse_singular(rest, SweepOptions)
     grid = Grid(
         experiment=module.NAME,
         base=parse_config(module, rest, f"sweep {module.NAME}"),
@@ -147,8 +156,8 @@ def report_(words: list[str]) -> int:
     except ReportError as error:
         raise RecordError(str(error)) from error
     for problem in files.problems:
-        ERR.print(f"[yellow]left out[/] {problem}", highlight=False, soft_wrap=True)
-    OUT.print(f"report: {files.page.resolve()}", highlight=False, soft_wrap=True)
+        _say(ERR, f"left out: {problem}")
+    _say(OUT, f"report: {files.page.resolve()}")
     return 0
 
 
@@ -230,4 +239,13 @@ def _experiment(words: list[str], verb: str) -> tuple[ModuleType, list[str]]:
 
 
 def _say_how_to_go_on(words: list[str]) -> None:
-    ERR.print(f"to go on:  {resume_command(words)}", highlight=False, soft_wrap=True)
+    _say(ERR, f"to go on:  {resume_command(words)}")
+
+
+def _complain(kind: str, error: Exception) -> None:
+    ERR.print(f"[bold red]{kind}[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+
+
+def _say(console: Console, text: str) -> None:
+    """A line as it is: no markup, no wrapping."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

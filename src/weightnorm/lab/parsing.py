@@ -40,14 +40,15 @@ def nearest(word: str, known: Iterable[str], kind: str) -> str:
 
 
 def parse_config(module: ModuleType, words: list[str], verb: str) -> Any:
-    """An experiment's config: its preset, then the flags, then the paper's learning rate."""
+    """An experiment's config: its preset, then the flags, then the preset's learning rate."""
     preset = module.PRESETS["cpu"]
     for flag, value in pairwise([*_split(words), ""]):
         if flag == "--preset":
             preset = module.PRESETS.get(value, preset)  # an unknown one is refused below
     config: RunConfig = parse(type(preset), words, verb, module.run, default=preset)
     if "--learning-rate" not in _split(words):
-        config = replace(config, learning_rate=module.LEARNING_RATES[config.parameterization])
+        rate = module.LEARNING_RATES[config.preset][config.parameterization]
+        config = replace(config, learning_rate=rate)
     return config
 
 
@@ -61,6 +62,14 @@ def parse_known(kind: type[T], words: list[str], verb: str, about: Any) -> tuple
     """Options of a verb, and the words that are not among them."""
     both: tuple[T, list[str]] = _cli(kind, words, verb, about, {"return_unknown_args": True})
     return both
+
+
+def refuse_singular(words: list[str], kind: Any) -> None:
+    """A grid's ``--seed 1`` would be lost: its name is ``--seeds``."""
+    plurals = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(kind)}
+    for word in _split(words):
+        if f"{word}s" in plurals:
+            raise UsageError(f"a grid takes {word}s, one value or more; got {word}")
 
 
 def _cli(kind: Any, words: list[str], verb: str, about: Any, more: dict[str, Any]) -> Any:

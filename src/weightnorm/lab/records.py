@@ -57,17 +57,20 @@ class RunRecord:
 def load_record(folder: Path) -> RunRecord:
     """Read a run's folder; RecordError if its config or result is damaged."""
     head = _read_json(folder / "config.json")
-    if not isinstance(head, dict) or not {"experiment", "preset", "config"} <= set(head):
+    if not isinstance(head, dict) or not isinstance(head.get("config"), dict):
         raise RecordError(f"{folder / 'config.json'} is not a run's config")
-    result = folder / "result.json"
+    path = folder / "result.json"
+    result = _read_json(path) if path.exists() else None
+    if path.exists() and not isinstance(result, dict):
+        raise RecordError(f"{path} is not a run's result")
     return RunRecord(
         folder=folder,
-        experiment=head["experiment"],
-        preset=head["preset"],
+        experiment=str(head.get("experiment")),
+        preset=str(head.get("preset")),
         config=head["config"],
         sessions=read_rows(folder / "sessions.jsonl"),
         metrics=read_rows(folder / "metrics.jsonl"),
-        result=_read_json(result) if result.exists() else None,
+        result=result,
     )
 
 
@@ -141,6 +144,8 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise RecordError(f"{path} is missing") from None
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise RecordError(f"{path} is damaged: {error}") from None
 

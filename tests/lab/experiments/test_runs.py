@@ -299,6 +299,9 @@ def test_every_flag_is_explained_and_a_misspelt_one_is_refused():
         (["run", "clasify"], "did you mean 'classify'?"),
         (["run", "classify", "--preset", "demmo"], "did you mean --preset demo?"),
         (["run", "classify", "--epochs", "0"], "epochs is 0; expected 1 or more"),
+        (["run", "classify", "--learning-rate", "inf"], "learning-rate is inf; expected"),
+        (["sweep", "classify", "--seed", "2"], "a grid takes --seeds"),
+        (["data", "--download", "cifar"], "did you mean 'cifar10'?"),
     ],
 )
 def test_usage_errors_exit_with_2_and_name_the_nearest(words, says):

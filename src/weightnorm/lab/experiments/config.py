@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -25,7 +26,8 @@ class RunConfig:
     parameterization: Parameterization = Parameterization.WEIGHT_NORM
     """How the weights are expressed and the pre-activations normalized."""
     learning_rate: float = 0.003
-    """Step size at the start; on the command line, by default what the paper chose."""
+    """Step size at the start; on the command line, by default what the preset has for the
+    parameterization: the paper's choice, except for digits."""
     seed: int = 1
     """Decides the initial weights, the order of the data, and the noise."""
 
@@ -49,7 +51,8 @@ class RunConfig:
     """Fields that are folders of their own between the preset and the learning rate."""
 
     def __post_init__(self) -> None:
-        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a positive number")
+        rate = self.learning_rate
+        require(0 < rate < math.inf, "learning_rate", rate, "a positive number")
         require(self.checkpoint_seconds >= 0, "checkpoint_seconds", self.checkpoint_seconds, "≥ 0")
 
 

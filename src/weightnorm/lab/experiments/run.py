@@ -80,7 +80,7 @@ class Run:
         self._reporter: Reporter = Silent()
         self._lock: IO[str] | None = None
         self._events: Any = None
-        self._stop = False
+        self._stop = self._looping = False
         self._handlers: dict[signal.Signals, Any] = {}
 
     # — entering and leaving —
@@ -150,7 +150,7 @@ class Run:
         self.ranks.leave()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stop:
+        if self._stop or not self._looping:  # nothing to save yet, or no patience
             raise KeyboardInterrupt
         self._stop = True
 
@@ -212,6 +212,7 @@ class Run:
             title = f"{self.experiment}  {self.folder}"
             self._reporter = reporter(self.console, title, count)
             self._events = _events(self.folder, self.epoch)
+        self._looping = True
         while self.epoch < count:
             yield self.epoch
             self.epoch += 1

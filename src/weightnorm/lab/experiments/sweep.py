@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import signal
 import sys
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -20,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from pathlib import Path
 from statistics import fmean, stdev
-from types import FrameType
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -31,10 +27,12 @@ from rich.text import Text
 
 from weightnorm import Parameterization
 from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, require, what
-from weightnorm.lab.experiments.workers import POLL_SECONDS, Job, Task, Workers, workers
+from weightnorm.lab.experiments.workers import POLL_SECONDS, Job, Stop, Task, Workers, workers
 from weightnorm.lab.records import RecordError, RunRecord, load_record, read_rows
 
 COMMAND = (sys.executable, "-m", "weightnorm", "run")
+LIVE_SECONDS, LINE_SECONDS = 0.5, 60.0
+"""How often the state of the runs is shown in a terminal, and in a pipe."""
 ALWAYS_SAID = ("preset", "parameterization", "learning_rate", "seed")
 """Fields that a run's command names even where the preset has the same."""
 
@@ -54,20 +52,21 @@ class Grid:
     seeds: Sequence[int] = (1,)
 
     def plan(self, command: Sequence[str] = COMMAND) -> list[Job]:
-        """The runs in order; ConfigError if one is impossible or two are the same."""
+        """The runs, seed by seed; ConfigError if one is impossible or two are the same."""
         require(bool(self.parameterizations), "parameterizations", "empty", "one or more")
         require(bool(self.seeds), "seeds", "empty", "one or more")
         module = importlib.import_module(f"weightnorm.lab.experiments.{self.experiment}")
         preset = module.PRESETS[self.base.preset]
         jobs: dict[Path, Job] = {}
-        for how, seed in product(self.parameterizations, self.seeds):
-            for rate in self.learning_rates or [module.LEARNING_RATES[how]]:
+        for seed, how in product(self.seeds, self.parameterizations):
+            for rate in self.learning_rates or [module.LEARNING_RATES[self.base.preset][how]]:
                 config = replace(self.base, parameterization=how, learning_rate=rate, seed=seed)
                 place = folder(self.experiment, config, preset)
                 if place in jobs:
                     raise ConfigError(f"two runs of the grid are {place}; name each value once")
                 words = (*command, self.experiment, *flags(config, preset))
-                jobs[place] = Job(f"{how} lr {rate:g} seed {seed}", config, words, place)
+                label = f"{how} lr {rate:g} seed {seed}"
+                jobs[place] = Job(label, self.experiment, config, words, place)
         return list(jobs.values())
 
     def anywhere(self) -> Grid:
@@ -160,11 +159,13 @@ def execute(left: deque[Job], crew: Workers, stop: Stop, board: Board) -> list[t
                     running.append((job, crew.start(job)))
                 except OSError as error:
                     fail(job, str(error))
-            stop.pass_on([task for _, task in running])
+            if stop.pass_on([task for _, task in running]):
+                board.note("stopping: the runs save first; once more to kill them")
             for job, task in [pair for pair in running if pair[1].ended]:
                 running.remove((job, task))
-                if (record := recorded(job)).finished:
-                    board.say("done", job, shown(record, board.metric))
+                if (result := recorded(job).result) is not None:
+                    value = _shown(result.get(board.metric))
+                    board.say("done", job, f"{board.metric.replace('_', ' ')} {value}")
                 elif stop.asked:
                     board.say("stopped", job)
                 else:
@@ -175,40 +176,6 @@ def execute(left: deque[Job], crew: Workers, stop: Stop, board: Board) -> list[t
         for _, task in running:
             task.kill()
     return failed
-
-
-class Stop:
-    """Ctrl-C and SIGTERM, as a request that is passed on to the runs."""
-
-    def __init__(self, patience: float) -> None:
-        self.patience, self.asked = patience, 0
-        self.deadline: float | None = None
-        self.handlers: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
-            for which in (signal.SIGINT, signal.SIGTERM):
-                self.handlers[which] = signal.signal(which, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for which, handler in self.handlers.items():
-            signal.signal(which, handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked += 1
-
-    def pass_on(self, tasks: Iterable[Task]) -> None:
-        """Interrupt the runs once; kill them if asked again or if it takes too long."""
-        if not self.asked:
-            return
-        if self.deadline is None:
-            self.deadline = time.monotonic() + self.patience
-            for task in tasks:
-                task.interrupt()
-        elif self.asked > 1 or time.monotonic() > self.deadline:
-            for task in tasks:
-                task.kill()
 
 
 def recorded(job: Job) -> RunRecord:
@@ -232,46 +199,144 @@ class Board:
     def __init__(self, console: Console, total: int, done: int, metric: str) -> None:
         self.console, self.total, self.metric = console, total, metric
         self.counts = Counter(done=done)
-        self.begun: set[str] = set()
-        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self.begun: set[Path] = set()
+        live = Live(console=console, auto_refresh=False, transient=True)
+        self.live = live if console.is_terminal else None
         self.last = time.monotonic()
 
     def __enter__(self) -> Board:
-        done = self.counts["done"]
-        self._print(f"{self.total} runs" + (f", {done} of them finished before" if done else ""))
+        self.note(f"{self.total} runs, {self.counts['done']} of them finished before")
         if self.live:
             self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.live:
-            self.live.update("", refresh=True)
             self.live.stop()
-        self._print(self._tally(0))
+        self.note(self._tally(0))
 
     def say(self, event: str, job: Job, more: str = "") -> None:
         """Something happened to a run."""
         self.counts[event] += 1
-        self._print("  ".join(filter(None, [f"{event:7}", job.label, more])).replace("\n", "\n    "))
+        self.note(f"{event:8}{job.label}  {more}".rstrip().replace("\n", "\n        "))
 
     def show(self, tasks: Sequence[tuple[Job, Task]]) -> None:
         """The state of those that were handed out."""
         running = [job for job, task in tasks if task.started]
         for job in running:
-            if job.label not in self.begun:
-                self.begun.add(job.label)
-                self.say("started", job, str(job.folder))
-        every = LIVE_SECONDS if self.live else LINE_SECONDS
-        if time.monotonic() - self.last < every:
+            if job.folder not in self.begun:
+                self.begun.add(job.folder)
+                self.say("started", job)
+        if time.monotonic() - self.last < (LIVE_SECONDS if self.live else LINE_SECONDS):
             return
         self.last = time.monotonic()
-        tally, epochs = self._tally(len(running)), {job.label: _epoch(job) for job in running}
+        tally = self._tally(len(running))
         if self.live:
             rows = Table.grid(padding=(0, 2))
-            for label, (epoch, total) in epochs.items():
-                bar = ProgressBar(total=total, completed=epoch, width=20)
-                rows.add_row(label, bar, f"epoch {epoch}/{total}")
-            self.live.update(Group(rows, tally), refresh=True)
+            for job in running:
+                done, total = epochs(job)
+                bar = ProgressBar(total=total, completed=done, width=20)
+                rows.add_row(job.label, bar, f"epoch {done}/{total or '?'}")
+            self.live.update(Group(rows, Text(tally)), refresh=True)
         else:
-            where = (f"{label}: epoch {epoch}/{total}" for label, (epoch, total) in epochs.items())
-            self._print("; ".join([tally, *where]))
+            at = [f"{job.label} at epoch {epochs(job)[0]}" for job in running]
+            self.note(", ".join([tally, *at]))
+
+    def _tally(self, running: int) -> str:
+        done, failed = self.counts["done"], self.counts["failed"]
+        left = self.total - done - failed - running
+        return f"{done} done · {running} running · {failed} failed · {left} left"
+
+    def note(self, text: str) -> None:
+        """A line, as it is."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def epochs(job: Job) -> tuple[int, int | None]:
+    """How many epochs a run has done, and of how many, if its config says."""
+    return len(read_rows(job.folder / "metrics.jsonl")), getattr(job.config, "epochs", None)
+
+
+# — what came out —
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One parameterization at one learning rate: the metric over the seeds."""
+
+    parameterization: str
+    learning_rate: float
+    n: int
+    """Runs that finished with a number."""
+    mean: float | None
+    std: float | None
+    """Sample standard deviation; None below two runs."""
+    diverged: int = 0
+    """Runs that finished with no finite number."""
+    unfinished: int = 0
+    best: bool = False
+    """Whether this learning rate is the parameterization's best."""
+
+
+def summarize(records: Iterable[RunRecord], metric: str = "test_error") -> list[Cell]:
+    """The cells of a grid, parameterizations as they come, learning rates ascending.
+
+    Best is the lowest mean among the learning rates at which no run diverged, or else among all;
+    of equal ones the one with more runs, then the smaller rate.
+    """
+    groups: dict[str, dict[float, list[RunRecord]]] = {}
+    for record in records:
+        rates = groups.setdefault(str(record.config["parameterization"]), {})
+        rates.setdefault(float(record.config["learning_rate"]), []).append(record)
+    cells = []
+    for how, rates in groups.items():
+        row = [_cell(how, rate, rates[rate], metric) for rate in sorted(rates)]
+        best = min((cell for cell in row if cell.n), key=_rank, default=None)
+        cells += [replace(cell, best=cell is best) for cell in row]
+    return cells
+
+
+def _cell(how: str, rate: float, records: Sequence[RunRecord], metric: str) -> Cell:
+    results = [record.result for record in records if record.result is not None]
+    for result in results:
+        known = [k for k, v in result.items() if v is None or isinstance(v, float | int)]
+        require(metric in known, "metric", metric, f"one of {', '.join(known)}")
+    values = [result[metric] for result in results if result[metric] is not None]
+    return Cell(
+        how,
+        rate,
+        n=len(values),
+        mean=fmean(values) if values else None,
+        std=stdev(values) if len(values) > 1 else None,
+        diverged=len(results) - len(values),
+        unfinished=len(records) - len(results),
+    )
+
+
+def _rank(cell: Cell) -> tuple[bool, float, int, float]:
+    assert cell.mean is not None
+    return cell.diverged > 0, cell.mean, -cell.n, cell.learning_rate
+
+
+def render(result: SweepResult) -> Table:
+    """The cells as a table; the best learning rate of each parameterization stands out."""
+    table = Table("parameterization", "learning rate", result.metric.replace("_", " "), "n", "")
+    for how, cells in groupby(
+        summarize(result.records, result.metric), key=lambda cell: cell.parameterization
+    ):
+        for i, cell in enumerate(cells):
+            style = "bold" if cell.best else ""
+            table.add_row("" if i else how, *_cells(cell), style=style)
+        table.add_section()
+    return table
+
+
+def _cells(cell: Cell) -> tuple[str, ...]:
+    value = "–" if cell.mean is None else f"{_shown(cell.mean)} ± {_shown(cell.std, 2)}"
+    notes = {"diverged": cell.diverged, "unfinished": cell.unfinished}
+    words = ["best"] * cell.best + [f"{n} {word}" for word, n in notes.items() if n]
+    return f"{cell.learning_rate:g}", value, str(cell.n), ", ".join(words)
+
+
+def _shown(value: object, digits: int = 4) -> str:
+    return f"{value:.{digits}g}" if isinstance(value, float | int) else "–"

@@ -7,6 +7,7 @@ folder keeps a second one out).
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 import signal
@@ -15,10 +16,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from weightnorm.lab.experiments.config import ConfigError, RunConfig
@@ -45,9 +47,10 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep: its name, its settings, the command that runs it, where it is recorded."""
+    """One run of a sweep: what it is called and computes, the command, and its folder."""
 
     label: str
+    experiment: str
     config: RunConfig
     words: tuple[str, ...]
     folder: Path
@@ -92,6 +95,40 @@ class Workers(AbstractContextManager["Workers"], Protocol):
 def workers(jobs: int, cluster: str | None) -> Workers:
     """`jobs` processes on this machine, or on each machine of a cluster."""
     return Local(jobs) if cluster is None else Cluster(cluster, jobs)
+
+
+class Stop:
+    """Ctrl-C and SIGTERM, as a request that is passed on to the runs."""
+
+    def __init__(self, patience: float) -> None:
+        self.patience, self.asked = patience, 0
+        self.deadline: float | None = None
+        self.handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            for which in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[which] = signal.signal(which, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for which, handler in self.handlers.items():
+            signal.signal(which, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked += 1
+
+    def pass_on(self, tasks: Iterable[Task]) -> bool:
+        """Interrupt the runs once, and say so; kill them if asked again or if it takes too long."""
+        first = bool(self.asked) and self.deadline is None
+        if first:
+            self.deadline = time.monotonic() + self.patience
+            for task in tasks:
+                task.interrupt()
+        elif self.deadline and (self.asked > 1 or time.monotonic() > self.deadline):
+            for task in tasks:
+                task.kill()
+        return first
 
 
 class Process:
@@ -141,6 +178,7 @@ class Process:
     def kill(self) -> None:
         if not self.ended:
             os.killpg(self.child.pid, signal.SIGKILL)
+            self.child.wait()
 
 
 class Local(Workers):
@@ -174,18 +212,20 @@ class Cluster(Workers):
 
     def __init__(self, address: str, jobs: int) -> None:
         try:
-            import ray
+            self.ray: Any = importlib.import_module("ray")  # an extra: not there for type checkers
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"cluster is {address}, but {error.name} is missing: pip install 'weightnorm[ray]'"
             ) from None
-        self.ray: Any = ray
-        self.ours = not ray.is_initialized()
+        self.ours = not self.ray.is_initialized()
         if self.ours:
             self._connect(address)
-        sizes = [int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]]
-        smallest = min((size for size in sizes if size), default=1)
+        sizes = [int(node["Resources"].get("CPU", 0)) for node in self.ray.nodes() if node["Alive"]]
+        smallest = min(filter(None, sizes), default=1)
         self.threads = max(1, smallest // jobs)
+        # By value, so that the worker, which only waits, imports no torch.
+        self.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        self.remote = self.ray.remote(max_retries=1)(on_worker)
 
     def _connect(self, address: str) -> None:
         check_reachable(address)
@@ -201,12 +241,8 @@ class Cluster(Workers):
             signal.signal(signal.SIGTERM, before)  # which Ray takes over
 
     def start(self, job: Job) -> Task:
-        remote = self.ray.remote(on_worker).options(
-            name=job.label,
-            num_cpus=self.threads,
-            num_gpus=float(job.config.device.startswith("cuda")),
-            max_retries=1,
-        )
+        gpus = float(job.config.device.startswith("cuda"))
+        remote = self.remote.options(name=job.label, num_cpus=self.threads, num_gpus=gpus)
         size = job.log.stat().st_size if job.log.exists() else 0
         reference = remote.remote(job.words, sys.executable, job.log, self.threads)
         return RayTask(self.ray, reference, job.log, size)
@@ -261,7 +297,7 @@ def on_worker(words: Sequence[str], python: str, log: Path, threads: int) -> str
             while not process.ended:
                 time.sleep(POLL_SECONDS)
             return process.failure
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # noqa: PERF203
             process.interrupt()
 
 

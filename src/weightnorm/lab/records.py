@@ -57,7 +57,10 @@ class RunRecord:
 def load_record(folder: Path) -> RunRecord:
     """Read a run's folder; RecordError if its config or result is damaged."""
     head = _read_json(folder / "config.json")
-    if not isinstance(head, dict) or not isinstance(head.get("config"), dict):
+    fields = {"experiment": str, "preset": str, "config": dict}
+    if not isinstance(head, dict) or not all(
+        isinstance(head.get(name), kind) for name, kind in fields.items()
+    ):
         raise RecordError(f"{folder / 'config.json'} is not a run's config")
     path = folder / "result.json"
     result = _read_json(path) if path.exists() else None
@@ -65,8 +68,8 @@ def load_record(folder: Path) -> RunRecord:
         raise RecordError(f"{path} is not a run's result")
     return RunRecord(
         folder=folder,
-        experiment=str(head.get("experiment")),
-        preset=str(head.get("preset")),
+        experiment=head["experiment"],
+        preset=head["preset"],
         config=head["config"],
         sessions=read_rows(folder / "sessions.jsonl"),
         metrics=read_rows(folder / "metrics.jsonl"),

@@ -58,10 +58,11 @@ def test_a_grid_is_every_combination_seed_by_seed(tmp_path):
     assert len({job.folder for job in plan}) == 8
 
 
-def test_without_learning_rates_the_papers_are_taken(tmp_path):
-    plan = Grid("classify", replace(DEMO, runs=tmp_path)).plan()
+@pytest.mark.parametrize("preset", classify.PRESETS)
+def test_without_learning_rates_the_presets_are_taken(tmp_path, preset):
+    plan = Grid("classify", replace(classify.PRESETS[preset], runs=tmp_path)).plan()
     assert {job.config.parameterization: job.config.learning_rate for job in plan} == (
-        classify.LEARNING_RATES
+        classify.LEARNING_RATES[preset]
     )
     assert [job.config.seed for job in plan] == [1] * 5
 
@@ -738,7 +739,7 @@ def test_real_runs_are_interrupted_and_go_on(tmp_path, monkeypatch):
         assert [row["epoch"] for row in run.metrics] == [1, 2]
         assert {session["threads"] for session in run.sessions} == {1}
     assert [len(run.sessions) for run in result.records] == [2, 1]
-    assert [(c.learning_rate, c.n) for c in summarize(result.records)] == [(0.0003, 1), (0.003, 1)]
+    assert [(c.learning_rate, c.n) for c in summarize(result.records)] == [(0.003, 1), (0.003, 1)]
 
     again = sweep.sweep(two, console=console)
     assert again.records == result.records  # no session more: nothing was started

@@ -80,7 +80,7 @@ class Run:
         self._reporter: Reporter = Silent()
         self._lock: IO[str] | None = None
         self._events: Any = None
-        self._stop = self._looping = False
+        self._stop = self._savable = False
         self._handlers: dict[signal.Signals, Any] = {}
 
     # — entering and leaving —
@@ -150,7 +150,7 @@ class Run:
         self.ranks.leave()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stop or not self._looping:  # nothing to save yet, or no patience
+        if self._stop or not self._savable:  # nothing to save yet, or no patience
             raise KeyboardInterrupt
         self._stop = True
 
@@ -180,6 +180,7 @@ class Run:
             _set_random_state(state["random"][self.ranks.rank])
         elif self.ranks.rank:  # all ranks begin with the same weights, but draw their own noise
             torch.manual_seed(self.config.seed + 1_000_003 * self.ranks.rank)
+        self._savable = True
         if self.ranks.first:
             append_row(
                 self.folder / "sessions.jsonl",
@@ -212,7 +213,6 @@ class Run:
             title = f"{self.experiment}  {self.folder}"
             self._reporter = reporter(self.console, title, count)
             self._events = _events(self.folder, self.epoch)
-        self._looping = True
         while self.epoch < count:
             yield self.epoch
             self.epoch += 1

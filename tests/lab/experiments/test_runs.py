@@ -264,13 +264,13 @@ def spread(ranks, runs, *more):
 
 def test_two_ranks_are_one_process_with_the_same_batch(tmp_path):
     quiet = ("--parameterization", "weight-norm-mean-only", "--noise", 0, "--dropout", 0)
-    quiet = (*quiet, "--epochs", 1, "--limit", 110, "--init-examples", 50)
+    quiet = (*quiet, "--epochs", 1, "--limit", 111, "--init-examples", 51)
     together = load_record(spread(2, tmp_path / "two", *quiet))
     assert weightnorm(*tiny(tmp_path / "one", *quiet))[0] == 0
     alone = load_record(run_folder(tmp_path / "one"))
     assert together.environment["ranks"] == 2
     for name in ("train_loss", "test_loss", "v_norm", "effective_step"):
-        assert together.column(name) == pytest.approx(alone.column(name), rel=1e-3)
+        assert together.column(name) == pytest.approx(alone.column(name), rel=1e-4)
     weights = [
         torch.load(run_folder(tmp_path / name) / "checkpoint.pt", weights_only=True)["states"][
             "model"
@@ -278,7 +278,7 @@ def test_two_ranks_are_one_process_with_the_same_batch(tmp_path):
         for name in ("one", "two")
     ]
     for name in weights[0]:
-        torch.testing.assert_close(weights[0][name], weights[1][name], atol=2e-3, rtol=1e-2)
+        torch.testing.assert_close(weights[0][name], weights[1][name], atol=1e-3, rtol=1e-3)
 
 
 def test_every_flag_is_explained_and_a_misspelt_one_is_refused():

@@ -103,7 +103,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
         model = model.to(run.device).to(memory_format=torch.channels_last)  # type: ignore
         shuffled = torch.randperm(len(train))[: config.init_examples]
         data_dependent_init(model, train[run.ranks.share(shuffled)], group=run.ranks.group)
-        network = run.ranks.parallel(torch.compile(model) if config.compile else model)  # type: ignore
+        network = torch.compile(model) if config.compile else model
 
         optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
         scaler = torch.amp.GradScaler(run.device.type, enabled=config.precision == "float16")
@@ -116,14 +116,15 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
                 x, y = train[rows], labels[rows]
                 with precision(config, run.device):
                     logits = network(x.contiguous(memory_format=torch.channels_last))
-                    loss = F.cross_entropy(logits.float(), y)
+                    loss = F.cross_entropy(logits.float(), y, reduction="sum") / run.batch
                 optimizer.zero_grad()
                 scaler.scale(loss).backward()
+                run.ranks.sum_gradients(model)
                 scaler.step(optimizer)
                 scaler.update()
                 with torch.no_grad():
                     wrong = (logits.argmax(1) != y).sum()
-                    run.add(loss=loss * len(rows), error=wrong, count=len(rows))
+                    run.add(loss=loss * run.batch, error=wrong, count=len(rows))
 
             test_loss, test_error = evaluate(model, test, test_labels, config, run)
             run.log(

@@ -65,6 +65,17 @@ class Ranks:
             dist.all_gather_object(things, thing)
         return things
 
-    def parallel(self, model: nn.Module) -> nn.Module:
-        """The model whose gradients are averaged over ranks."""
-        return nn.parallel.DistributedDataParallel(model) if self.world > 1 else model
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Σ over ranks of every gradient, in one message.
+
+        A rank's loss is its part of the mean over the global batch, so the sum is the gradient of
+        that mean, also where ranks have batches of different size.
+        """
+        if self.world == 1:
+            return
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        total = self.sum(torch.cat([grad.flatten() for grad in grads]))
+        parts = total.split([grad.numel() for grad in grads])
+        for parameter, grad, part in zip(parameters, grads, parts, strict=True):
+            parameter.grad = grad.copy_(part.view_as(grad))

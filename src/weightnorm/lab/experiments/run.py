@@ -7,7 +7,7 @@ An experiment reads top to bottom and calls on a Run for the rest:
         run.restore(model=model, optimizer=optimizer) # go back to where a killed run was
         for epoch in run.epochs(config.epochs):
             for rows in run.batches(len(data), config.batch_size):
-                loss = ...                            # one training step
+                loss = ...                            # one training step on run.batch examples
                 run.add(loss=loss, count=1)
             run.log(loss=run.total("loss") / run.total("count"))
         run.finish({...})
@@ -74,6 +74,8 @@ class Run:
         self.device = pick_device(config.device)
         self.ranks = Ranks()
         self.epoch = self.step = self.rows = 0
+        self.batch = 0
+        """Examples of the step at hand, over all ranks."""
         self.totals: dict[str, Tensor] = {}
         self.stateful: dict[str, Any] = {}
         self.seconds = 0.0
@@ -228,6 +230,7 @@ class Run:
         began = saved = shown = time.monotonic()
         before = self.seconds
         for rows in batches[self.step :]:
+            self.batch = len(rows)
             yield self.ranks.share(rows)
             self.step += 1
             now = time.monotonic()

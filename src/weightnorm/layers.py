@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import nn
@@ -40,6 +41,19 @@ def weight_names(layer: nn.Module) -> tuple[str, ...]:
             return ("in_proj_weight",)
         return ("q_proj_weight", "k_proj_weight", "v_proj_weight")
     return ()
+
+
+def chosen_weights(
+    model: nn.Module, where: Callable[[str, nn.Module], bool] | None = None
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """(path, layer, name) of every weight of a model that `where` chooses by path and module.
+
+    By default every layer torch knows but embeddings: they look vectors up and weigh nothing.
+    """
+    for path, module in model.named_modules():
+        chosen = not isinstance(module, EMBEDDING) if where is None else where(path, module)
+        for name in weight_names(module) if chosen else ():
+            yield f"{path}.{name}".lstrip("."), module, name
 
 
 def unit_axis(layer: nn.Module, name: str) -> UnitAxis:

@@ -11,7 +11,7 @@ parameters averages w.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -177,12 +177,10 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _held(model: nn.Module, where: Callable[[str, nn.Module], bool] | None) -> Iterable[_Held]:
+def _held(model: nn.Module, where: Callable[[str, nn.Module], bool] | None) -> Iterator[_Held]:
     seen: set[int] = set()
-    for path, module in model.named_modules():
-        chosen = not isinstance(module, layers.EMBEDDING) if where is None else where(path, module)
-        for name in layers.weight_names(module) if chosen else ():
-            weight = module._parameters.get(name)
-            if weight is not None and weight.requires_grad and id(weight) not in seen:
-                seen.add(id(weight))
-                yield _Held(f"{path}.{name}".lstrip("."), weight, *layers.unit_axis(module, name))
+    for path, module, name in layers.chosen_weights(model, where):
+        weight = module._parameters.get(name)
+        if weight is not None and weight.requires_grad and id(weight) not in seen:
+            seen.add(id(weight))
+            yield _Held(path, weight, *layers.unit_axis(module, name))

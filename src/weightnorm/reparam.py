@@ -80,14 +80,12 @@ def weight_norm_model(
     ['0.weight', '2.weight']
     """
     plans, names, already = [], [], 0
-    for path, module in model.named_modules():
-        chosen = not isinstance(module, layers.EMBEDDING) if where is None else where(path, module)
-        for name in layers.weight_names(module) if chosen else ():
-            if is_weight_normed(module, name):
-                already += 1
-                continue
+    for path, module, name in layers.chosen_weights(model, where):
+        if is_weight_normed(module, name):
+            already += 1
+        else:
             plans.append(_plan(module, name, dim, scale, None, eps, train_g))
-            names.append(f"{path}.{name}".lstrip("."))
+            names.append(path)
     if not plans:
         found = sum(bool(layers.weight_names(m)) for m in model.modules())
         reason = (

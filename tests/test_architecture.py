@@ -38,8 +38,14 @@ LAB = {
     "models": (set(), True, {"torch"}),
     "experiments": ({"data", "models", "records"}, True, {"torch", "rich", "ray"}),
     "reports": ({"records"}, False, {"numpy", "matplotlib", "jinja2"}),
+    "safetensors_writer": (set(), False, {"torch"}),
+    "checkpoint_files": ({"records", "safetensors_writer"}, True, {"torch", "safetensors"}),
     "parsing": ({"experiments"}, False, {"tyro", "rich"}),
-    "cli": ({"data", "experiments", "parsing", "records", "reports"}, True, {"tyro", "rich"}),
+    "cli": (
+        {"checkpoint_files", "data", "experiments", "parsing", "records", "reports"},
+        True,
+        {"tyro", "rich"},
+    ),
 }
 
 

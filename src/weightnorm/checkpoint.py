@@ -12,7 +12,7 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -54,7 +54,7 @@ class Entry:
     def keys(self) -> tuple[str, ...]:
         """The keys this entry takes up."""
         g, v = keys_of(self.path, self.format)
-        return (g, v, *([_log_mark(self.path)] if self.is_log else []))
+        return (g, v, *([log_mark(self.path)] if self.is_log else []))
 
 
 def keys_of(path: str, format: Format) -> tuple[str, str]:
@@ -74,15 +74,21 @@ def entries(state: State) -> dict[str, Entry]:
     ['0.weight']
     """
     found = {}
-    for key in state:
+    for path, format in normalized_paths(state).items():
+        g, v = (state[key] for key in keys_of(path, format))
+        if isinstance(v, Tensor) and isinstance(g, Tensor):
+            found[path] = Entry(path, format, v, g, log_mark(path) in state)
+    return found
+
+
+def normalized_paths(keys: Collection[str]) -> dict[str, Format]:
+    """The weights that a state dict's keys show to be normalized, and in which format."""
+    found: dict[str, Format] = {}
+    for key in keys:
         path = _path_of_g(key)
-        if path is None:
-            continue
         format: Format = "hook" if key.endswith("_g") else "parametrize"
-        v = state.get(keys_of(path, format)[1])
-        if isinstance(v, Tensor) and isinstance(state[key], Tensor):
-            is_log = _log_mark(path) in state
-            found[path] = Entry(path, format, v, state[key], is_log)
+        if path is not None and keys_of(path, format)[1] in keys:
+            found[path] = format
     return found
 
 
@@ -114,7 +120,7 @@ def convert_state_dict(
     if to not in FORMATS:
         near = get_close_matches(str(to), FORMATS, 1) or FORMATS
         raise CheckpointError(f"to={to!r} is unknown; expected one of {FORMATS}: {near[0]!r}?")
-    chosen = weights if callable(weights) else _matcher(tuple(weights))
+    chosen = weights if callable(weights) else name_matcher(tuple(weights))
     return _convert(state, to, chosen, dim)
 
 
@@ -252,7 +258,7 @@ def _for_site(site: Site, entry: Entry | None, value: Any) -> dict[str, Tensor]:
 
 def _site_keys(site: Site) -> tuple[str, ...]:
     format: Format = "hook" if site.map is None else "parametrize"
-    mark = [_log_mark(site.path)] if site.is_log else []
+    mark = [log_mark(site.path)] if site.is_log else []
     return (*keys_of(site.path, format), *mark)
 
 
@@ -291,11 +297,14 @@ def _path_of_g(key: str) -> str | None:
     return ".".join([*filter(None, prefix), name])
 
 
-def _log_mark(path: str) -> str:
+def log_mark(path: str) -> str:
+    """The key that marks a log-scale."""
     return keys_of(path, "parametrize")[0].removesuffix("original0") + "0.log_scale"
 
 
-def _matcher(patterns: tuple[str, ...]) -> Callable[[str, Tensor], bool]:
+def name_matcher(patterns: tuple[str, ...]) -> Callable[[str, Tensor], bool]:
+    """Whether a plain tensor is a weight that one of the patterns names."""
+
     def chosen(name: str, tensor: Tensor) -> bool:
         fits = any(fnmatchcase(name, pattern) for pattern in patterns)
         return fits and tensor.ndim > 1 and tensor.is_floating_point()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weightnorm import Parameterization
+from weightnorm.lab.checkpoint_files import FileError, convert_file, inspect_file
 from weightnorm.lab.data import fetch
 from weightnorm.lab.data.catalog import DATA_SETS
 from weightnorm.lab.data.fetch import DataError
@@ -50,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     except (UsageError, ConfigError) as error:
         _complain("error", error)
         return 2
-    except (RunError, DataError, CheckpointError, RecordError) as error:
+    except (RunError, DataError, CheckpointError, RecordError, FileError) as error:
         _complain("failed", error)
         return 1
     except Interrupted as stopped:
@@ -189,6 +191,52 @@ def data(words: list[str]) -> int:
 
 
 @dataclass(frozen=True)
+class ConvertOptions:
+    """A checkpoint file in another format: .pt, .pth, .bin, .safetensors, or an index of shards."""
+
+    source: tyro.conf.Positional[Path]
+    """The checkpoint. Pickles are loaded as tensors only: no code in them runs."""
+    target: tyro.conf.Positional[Path]
+    """The file to write, of the same kind; it appears whole or not at all."""
+    to: Literal["parametrize", "hook", "folded"]
+    """torch's newer keys, its older ones (weight_g, weight_v), or plain weights."""
+    weights: tuple[str, ...] = ()
+    """Plain weights to decompose, by name or pattern such as '*.weight'."""
+
+
+def convert(words: list[str]) -> int:
+    """Move a checkpoint between torch's old keys, its new ones, and plain weights."""
+    options = parse(ConvertOptions, words, "convert", convert)
+    names = convert_file(options.source, options.target, options.to, options.weights)
+    _say(OUT, f"{options.target}: {len(names)} normalized weights read, written as {options.to}")
+    return 0
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """The normalized weights of a checkpoint file."""
+
+    file: tyro.conf.Positional[Path]
+    """The checkpoint: .pt, .pth, .bin, .safetensors, or an index of shards."""
+
+
+def inspect(words: list[str]) -> int:
+    """Show what is weight-normalized in a checkpoint: shape, axis, ‖v‖, g, dead units."""
+    options = parse(InspectOptions, words, "inspect", inspect)
+    rows, others = inspect_file(options.file)
+    table = Table("weight", "format", "shape", "dim", "units", "mean ‖v‖", "mean |g|", "dead")
+    for row in rows:
+        shape, lengths = "×".join(map(str, row.shape)), (f"{row.v_norm:.4g}", f"{row.g:.4g}")
+        table.add_row(
+            escape(row.name), row.format, shape, str(row.dim), str(row.units), *lengths,
+            str(row.dead or ""),
+        )  # fmt: skip
+    OUT.print(table)
+    _say(OUT, f"{len(rows)} normalized weights, {others} other tensors")
+    return 0
+
+
+@dataclass(frozen=True)
 class DemoOptions:
     """The paper's comparison of five parameterizations on embedded digits, in about a minute."""
 
@@ -211,6 +259,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "sweep": sweep_,
     "report": report_,
     "data": data,
+    "convert": convert,
+    "inspect": inspect,
     "demo": demo,
 }
 

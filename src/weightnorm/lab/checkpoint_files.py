@@ -1,0 +1,284 @@
+"""Checkpoint files: what is in them, and the same weights in another format.
+
+Reads and writes .safetensors, whole or in shards with an index, and torch's .pt, .pth, .bin and
+.ckpt. Nothing untrusted runs: pickles are loaded with ``weights_only=True`` or not at all. From
+safetensors one weight at a time is held. Output appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weightnorm import functional, kernels
+from weightnorm.checkpoint import (
+    CheckpointError,
+    Entry,
+    Format,
+    convert_state_dict,
+    entries,
+    folded_weight,
+    infer_axis,
+    keys_of,
+    log_mark,
+    normalized_paths,
+    walk,
+)
+from weightnorm.lab.records import write_atomically
+from weightnorm.lab.safetensors_writer import Piece, write_safetensors
+
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+WHOLE, INDEX = ".safetensors", ".safetensors.index.json"
+
+
+class FileError(Exception):
+    """A file that cannot be read, converted or written, with the reason."""
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """One normalized weight of a file."""
+
+    name: str
+    format: Format
+    shape: tuple[int, ...]
+    dim: int | None
+    units: int
+    v_norm: float
+    """Mean ‖v‖ over the units."""
+    g: float
+    """Mean |g| over the units."""
+    dead: int
+    """Units with g = 0 or v = 0: nothing comes from them."""
+
+
+def inspect_file(path: Path) -> tuple[list[WeightRow], int]:
+    """The normalized weights of a checkpoint file, and the number of its other tensors."""
+    rows, others = [], 0
+    with _opened(path) as states:
+        for place, state in states.items():
+            paths = normalized_paths(state)
+            for name, format in paths.items():
+                rows.append(_row(f"{place}.{name}".lstrip("."), _entry(state, name, format)))
+            taken = {key for name, format in paths.items() for key in keys_of(name, format)}
+            others += sum(key not in taken and ".log_scale" not in key for key in state)
+    return rows, others
+
+
+def convert_file(
+    source: Path, target: Path, to: Format, weights: tuple[str, ...] = ()
+) -> list[str]:
+    """Write `source` in another format to `target`; returns the names of the weights it converted.
+
+    `weights` are patterns of the plain weights to decompose, as for ``convert_state_dict``.
+    """
+    if _kind(source) != _kind(target):
+        raise FileError(
+            f"{source.name} is a {_kind(source)} file and {target.name} a {_kind(target)} one; "
+            "conversion keeps the kind"
+        )
+    same = target.parent.resolve() == source.parent.resolve()
+    if same and (target.name == source.name or _kind(source) == "sharded"):
+        raise FileError(f"{target} would overwrite the input; choose another folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if _kind(source) == "pickle":
+            return _convert_pickle(source, target, to, weights)
+        return _convert_safetensors(source, target, to, weights)
+    except CheckpointError as error:
+        raise FileError(f"{source}: {error}") from error
+    except OSError as error:
+        raise FileError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def _convert_pickle(source: Path, target: Path, to: Format, weights: tuple[str, ...]) -> list[str]:
+    checkpoint = _load_pickle(source)
+    memory = io.BytesIO()
+    torch.save(convert_state_dict(checkpoint, to, weights=weights), memory)
+    write_atomically(target, memory.getvalue())
+    found = [(place, name) for place, state in walk(checkpoint) for name in entries(state)]
+    return [f"{place}.{name}".lstrip(".") for place, name in found]
+
+
+def _convert_safetensors(
+    source: Path, target: Path, to: Format, weights: tuple[str, ...]
+) -> list[str]:
+    with _opened(source) as states:
+        state = states[""]
+        assert isinstance(state, Shards)
+        paths = normalized_paths(state)
+        owner = {keys_of(name, format)[0]: (name, format) for name, format in paths.items()}
+        silent = {keys_of(name, format)[1] for name, format in paths.items()}
+        silent |= {log_mark(name) for name in paths}
+        shards: dict[str, list[Piece]] = {name: [] for name in state.shards}
+        for key in state:
+            if key in silent:
+                continue
+            if key in owner:
+                name, format = owner[key]
+                shards[state.home[keys_of(name, format)[1]]] += _pieces(state, name, format, to)
+            elif to != "folded" and any(fnmatchcase(key, pattern) for pattern in weights):
+                shards[state.home[key]] += _taken_apart(state, key, to)
+            else:
+                shards[state.home[key]].append(state.piece(key, key))
+        if _kind(source) == "whole":
+            (pieces,) = shards.values()
+            write_safetensors(target, pieces, state.metadata)
+        else:
+            for file, pieces in shards.items():
+                write_safetensors(target.parent / file, pieces, state.metadata)
+            index = {
+                "metadata": {"total_size": sum(p.size for ps in shards.values() for p in ps)},
+                "weight_map": {p.key: file for file, ps in shards.items() for p in ps},
+            }
+            write_atomically(target, json.dumps(index, indent=2).encode())
+        return list(paths)
+
+
+def _pieces(state: Shards, name: str, format: Format, to: Format) -> list[Piece]:
+    g_key, v_key = keys_of(name, format)
+    if to == "folded":
+        v = state.piece(v_key, name)
+        return [Piece(name, v.dtype, v.shape, lambda: folded_weight(_entry(state, name, format)))]
+    new_g, new_v = keys_of(name, to)
+    g = state.piece(g_key, new_g)
+    return [
+        Piece(new_g, g.dtype, g.shape, lambda: _entry(state, name, format).parts.g),
+        state.piece(v_key, new_v),
+    ]
+
+
+def _taken_apart(state: Shards, key: str, to: Format) -> list[Piece]:
+    whole, (g_key, v_key) = state.piece(key, key), keys_of(key, to)
+    shape = kernels.unit_shape(torch.Size(whole.shape), 0)
+    return [
+        Piece(g_key, whole.dtype, shape, lambda: functional.decompose(state[key]).g),
+        Piece(v_key, whole.dtype, whole.shape, lambda: functional.decompose(state[key]).v),
+    ]
+
+
+class Shards(Mapping[str, Tensor]):
+    """The tensors of one or more safetensors files, each read when it is asked for."""
+
+    def __init__(self, files: dict[str, Any], home: dict[str, str]) -> None:
+        self.shards, self.home = files, home
+        self.metadata: dict[str, str] = next(iter(files.values())).metadata() or {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        tensor: Tensor = self.shards[self.home[key]].get_tensor(key)
+        return tensor
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.home
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.home)
+
+    def __len__(self) -> int:
+        return len(self.home)
+
+    def piece(self, key: str, new: str) -> Piece:
+        """A tensor to be written as it is under a new key, without reading it now."""
+        view = self.shards[self.home[key]].get_slice(key)
+        return Piece(new, view.get_dtype(), tuple(view.get_shape()), partial(self.__getitem__, key))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[dict[str, Mapping[str, Any]]]:
+    """The state dicts of a file by their place in it."""
+    kind = _kind(path)
+    if not path.exists():
+        raise FileError(f"{path} is missing")
+    if kind == "pickle":
+        yield dict(walk(_load_pickle(path)))
+        return
+    try:
+        with ExitStack() as stack:
+            home = _weight_map(path) if kind == "sharded" else {}
+            names = sorted(set(home.values())) or [path.name]
+            files = {
+                name: stack.enter_context(safe_open(str(path.parent / name), "pt"))
+                for name in names
+            }
+            actual = {key: name for name, file in files.items() for key in file.keys()}  # noqa: SIM118
+            if home and home != actual:
+                raise FileError(f"{path} does not list what its shards hold")
+            yield {"": Shards(files, home or actual)}
+    except SafetensorError as error:
+        raise FileError(f"{path} is damaged: {error}") from error
+    except FileNotFoundError as error:
+        raise FileError(f"{path} names a shard that is missing: {error}") from error
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        home = json.loads(path.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise FileError(f"{path} is not an index of shards: {error!r}") from error
+    if not isinstance(home, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in home.values()
+    ):
+        raise FileError(f"{path} names shards outside its folder, which is refused")
+    return home
+
+
+def _load_pickle(path: Path) -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():  # torch warns of pickles it then refuses
+            warnings.simplefilter("ignore", UserWarning)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise FileError(f"{path} is missing") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FileError(
+            f"{path} is damaged, or needs code to load, which is refused ({reason}); "
+            "save its state dict alone and try again"
+        ) from None
+    if not isinstance(checkpoint, Mapping):
+        raise FileError(f"{path} holds a {type(checkpoint).__name__}; expected a state dict")
+    return dict(checkpoint)
+
+
+def _kind(path: Path) -> str:
+    if path.name.endswith(INDEX):
+        return "sharded"
+    if path.name.endswith(WHOLE):
+        return "whole"
+    if path.suffix in PICKLES:
+        return "pickle"
+    raise FileError(f"{path.name}: expected one of {', '.join((*PICKLES, WHOLE, INDEX))}")
+
+
+def _entry(state: Mapping[str, Any], name: str, format: Format) -> Entry:
+    g, v = keys_of(name, format)
+    return Entry(name, format, state[v], state[g], log_mark(name) in state)
+
+
+def _row(name: str, entry: Entry) -> WeightRow:
+    v, g = entry.parts
+    dim, groups = infer_axis(entry)
+    norm = functional.norm(v, dim, groups=groups).flatten()
+    return WeightRow(
+        name=name,
+        format=entry.format,
+        shape=tuple(v.shape),
+        dim=dim,
+        units=g.numel(),
+        v_norm=norm.mean().item(),
+        g=g.float().abs().mean().item(),
+        dead=int(((g.flatten() == 0) | (norm == 0)).sum()),
+    )

@@ -143,14 +143,3 @@ def test_torchs_own_tools_can_take_it_off():
     parametrize.remove_parametrizations(layer, "weight")
     assert type(layer) is nn.Linear
     assert torch.equal(layer.weight, before)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_compiles_without_graph_breaks():
-    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 2, 3))
-    weight_norm_model(model)
-    x = torch.randn(2, 3, 8)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), model(x))
-    compiled(x).sum().backward()
-    assert parts(model[2]).g.grad.abs().sum() > 0

@@ -28,7 +28,7 @@ types: $(READY)
 
 # Two workers of one thread each use two cores better than one worker of two.
 unit: $(READY) browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The report is tested in a real browser: CI gets one, elsewhere those tests skip without it.
 browser:

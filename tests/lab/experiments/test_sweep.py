@@ -698,7 +698,7 @@ def test_an_address_that_is_none_is_refused(address):
         workers.check_reachable(address)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "[::1]:{}"])
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "[::1]:{}"])
 def test_an_address_where_nobody_listens_is_refused_at_once(address, free_port):
     address = address.format(free_port)
     with pytest.raises(RunError, match="there is no Ray cluster at") as caught:

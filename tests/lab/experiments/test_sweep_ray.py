@@ -21,7 +21,10 @@ from weightnorm.lab.experiments.run import RunError
 from weightnorm.lab.experiments.sweep import sweep
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+    pytest.mark.xdist_group("ray"),  # one cluster at a time
+]
 
 
 def free_ports(count):
@@ -33,11 +36,11 @@ def free_ports(count):
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    """The ports of a cluster, its own and the one for clients."""
-    port, client = free_ports(2)
+def address():
+    """The address of a cluster."""
+    (port,) = free_ports(1)
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets need a short path
-    words = f"start --head --block --port={port} --ray-client-server-port={client} --num-cpus=2 "
+    words = f"start --head --block --port={port} --num-cpus=2 "
     words += "--num-gpus=1 --include-dashboard=false --object-store-memory=100000000 "
     words += f"--disable-usage-stats --temp-dir={folder}"
     head = subprocess.Popen(
@@ -47,8 +50,8 @@ def cluster():
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for(lambda: listens(client), 60)
-        yield port, client
+        wait_for(lambda: listens(port), 60)
+        yield f"127.0.0.1:{port}"
     finally:
         head.terminate()
         head.wait(30)
@@ -58,11 +61,6 @@ def cluster():
 def listens(port):
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.fixture
-def address(cluster):
-    return f"127.0.0.1:{cluster[0]}"
 
 
 @pytest.fixture
@@ -86,11 +84,11 @@ def test_runs_are_spread_over_the_cluster(tmp_path, place, address):
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_a_real_run_through_a_client_from_a_relative_folder(tmp_path, cluster, monkeypatch):
+def test_a_real_run_from_a_relative_folder(tmp_path, address, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one = grid(Path("runs"), epochs=1, limit=200, device="cpu")
     console = Console(file=io.StringIO(), width=200)
-    result = sweep(one, jobs=2, cluster=f"ray://127.0.0.1:{cluster[1]}", console=console)
+    result = sweep(one, jobs=2, cluster=address, console=console)
     assert result.failed == []
     (run,) = result.records
     assert run.folder.is_relative_to(tmp_path / "runs")

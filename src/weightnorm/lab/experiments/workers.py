@@ -305,9 +305,9 @@ def check_reachable(address: str) -> None:
     """Refuse an address where nothing listens: Ray would try for minutes."""
     if address == "auto":
         return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"cluster is {address}; expected auto, HOST:PORT or ray://HOST:PORT")
+        raise ConfigError(f"cluster is {address}; expected auto or HOST:PORT")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:

@@ -694,7 +694,7 @@ def test_without_ray_the_error_says_what_to_install(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("address", ["nonsense", "host:", ":6379", "host:port", "ray://host"])
 def test_an_address_that_is_none_is_refused(address):
-    with pytest.raises(ConfigError, match=f"cluster is {address}; expected auto, HOST:PORT or"):
+    with pytest.raises(ConfigError, match=f"cluster is {address}; expected auto or HOST:PORT"):
         workers.check_reachable(address)
 
 

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from weightnorm.checkpoint import (
     infer_axis,
     keys_of,
     log_mark,
+    name_matcher,
     normalized_paths,
     walk,
 )
@@ -123,6 +123,7 @@ def _convert_safetensors(
         owner = {keys_of(name, format)[0]: (name, format) for name, format in paths.items()}
         silent = {keys_of(name, format)[1] for name, format in paths.items()}
         silent |= {log_mark(name) for name in paths}
+        chosen = name_matcher(weights)
         shards: dict[str, list[Piece]] = {name: [] for name in state.shards}
         for key in state:
             if key in silent:
@@ -130,7 +131,7 @@ def _convert_safetensors(
             if key in owner:
                 name, format = owner[key]
                 shards[state.home[keys_of(name, format)[1]]] += _pieces(state, name, format, to)
-            elif to != "folded" and any(fnmatchcase(key, pattern) for pattern in weights):
+            elif to != "folded" and chosen(key, state[key]):
                 shards[state.home[key]] += _taken_apart(state, key, to)
             else:
                 shards[state.home[key]].append(state.piece(key, key))

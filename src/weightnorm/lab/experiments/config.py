@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,12 @@ def what(config: RunConfig) -> dict[str, Any]:
     """The fields that decide what is computed."""
     fields = dataclasses.asdict(config)
     return {name: value for name, value in fields.items() if name not in config.EXECUTION}
+
+
+def recorded(config: RunConfig) -> dict[str, Any]:
+    """The same as a record has it: after JSON."""
+    fields: dict[str, Any] = json.loads(json.dumps(what(config), default=str))
+    return fields
 
 
 def folder(experiment: str, config: C, preset: C) -> Path:

@@ -33,7 +33,7 @@ from rich.console import Console
 from torch import Tensor
 
 from weightnorm.lab.experiments.checkpoints import load_checkpoint, save_checkpoint
-from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, what
+from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, recorded, what
 from weightnorm.lab.experiments.environment import environment, pick_device
 from weightnorm.lab.experiments.progress import Reporter, Silent, reporter
 from weightnorm.lab.experiments.ranks import Ranks
@@ -132,7 +132,7 @@ class Run:
         if not (self.folder / "config.json").exists():
             write_json(self.folder / "config.json", head)
             return
-        before, now = load_record(self.folder).config, _as_json(what(self.config))
+        before, now = load_record(self.folder).config, recorded(self.config)
         differing = [key for key in now if before.get(key) != now[key]]
         if differing:
             raise ConfigError(
@@ -307,13 +307,6 @@ def _events(folder: Path, epoch: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder / "events"), purge_step=epoch + 1)
-
-
-def _as_json(value: dict[str, Any]) -> dict[str, Any]:
-    import json
-
-    decoded: dict[str, Any] = json.loads(json.dumps(value, default=str))
-    return decoded
 
 
 def _random_state() -> dict[str, Tensor | list[Tensor]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import sys
 import time
 from collections import Counter, deque
@@ -26,7 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weightnorm import Parameterization
-from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, require, what
+from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, require
+from weightnorm.lab.experiments.config import recorded as recorded_config
 from weightnorm.lab.experiments.workers import POLL_SECONDS, Job, Stop, Task, Workers, workers
 from weightnorm.lab.records import RecordError, RunRecord, load_record, read_rows
 
@@ -180,7 +180,7 @@ def execute(left: deque[Job], crew: Workers, stop: Stop, board: Board) -> list[t
 
 def recorded(job: Job) -> RunRecord:
     """The record of a job; an empty one if there is none, or only one of other settings."""
-    settings = json.loads(json.dumps(what(job.config), default=str))
+    settings = recorded_config(job.config)
     try:
         record = load_record(job.folder)
         if all(record.config.get(name) == value for name, value in settings.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from weightnorm.sharding import whole
 from weightnorm.sites import sites
 
 __all__ = ["effective_step", "weight_norms"]
@@ -17,7 +18,7 @@ def weight_norms(model: nn.Module) -> dict[str, Tensor]:
     Under plain gradient descent it never shrinks, and grows faster the noisier the gradient
     (section 2.1).
     """
-    return {site.path: site.v_norm().flatten() for site in sites(model)}
+    return {site.path: whole(site.v_norm()).flatten() for site in sites(model)}
 
 
 @torch.no_grad()
@@ -26,7 +27,6 @@ def effective_step(model: nn.Module) -> dict[str, Tensor]:
 
     The direction of w turns by about learning rate × (|g|/‖v‖)·‖M∇w‖/‖v‖ in one step.
     """
-    return {
-        site.path: torch.where(norm == 0, 0.0, site.parts().g.flatten().abs() / norm)
-        for site, norm in ((site, site.v_norm().flatten()) for site in sites(model))
-    }
+    norms = weight_norms(model)
+    lengths = {site.path: whole(site.parts().g).flatten().abs() for site in sites(model)}
+    return {path: torch.where(norms[path] == 0, 0.0, lengths[path] / norms[path]) for path in norms}

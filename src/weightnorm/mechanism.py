@@ -21,6 +21,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.weight_norm import WeightNorm as TorchHook
 
+from weightnorm.sharding import placed_like
+
 
 class Originals(ParametrizationList):
     """torch's holder of original0 = g and original1 = v, quicker to read and safe to write."""
@@ -47,8 +49,8 @@ class Originals(ParametrizationList):
         inverse: Any = value
         for parametrization in reversed(list[Any](self)):
             inverse = parametrization.right_inverse(inverse)
-        self.original0.copy_(inverse[0])
-        self.original1.copy_(inverse[1])
+        for original, value in zip((self.original0, self.original1), inverse, strict=True):
+            original.copy_(placed_like(value, original))
 
 
 def attach(module: nn.Module, name: str, parametrization: nn.Module) -> Originals:
@@ -169,7 +171,7 @@ def _adopt(module: nn.Module, names: Iterable[str]) -> None:
     if "__deepcopy__" in cls.__dict__:  # torch's: the copy would share this class
         del cls.__deepcopy__
     if isinstance(module, nn.RNNBase):
-        cls.forward = _recurrent_forward
+        cls.forward = _recurrent_forward(parametrize.type_before_parametrizations(module))
         cls._init_flat_weights = _forget_flat_weights
         cls._update_flat_weights = _nothing_to_update
         module._init_flat_weights()
@@ -206,17 +208,20 @@ def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     return module
 
 
-def _recurrent_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _recurrent_forward(base: Any) -> Callable[..., Any]:
     """Run the kernel on weights computed once, now; a list kept from before would be stale.
 
     (torch's RNN reads ``_flat_weights``; left alone it would train a frozen copy, pytorch#65688.)
     """
-    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-    base: Any = parametrize.type_before_parametrizations(module)
-    try:
-        return base.forward(module, *args, **kwargs)
-    finally:
-        module._init_flat_weights()
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        try:
+            return base.forward(module, *args, **kwargs)
+        finally:
+            module._init_flat_weights()
+
+    return forward
 
 
 def _forget_flat_weights(module: Any) -> None:

@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from weightnorm import functional, layers, mechanism
 from weightnorm.functional import EPS
+from weightnorm.sharding import is_sharded, refuse_partitioned
 from weightnorm.sites import SCALES, Scale, WeightNorm, is_weight_normed, site_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -163,6 +164,12 @@ def _plan(
         raise TypeError(
             f"{where} is {weight.dtype}; weight norm needs real floating-point weights"
             + (" (view a complex weight as two real ones)" if weight.is_complex() else "")
+        )
+    refuse_partitioned(weight, where)
+    if is_sharded(weight):
+        raise ValueError(
+            f"{where} is sharded over ranks already: normalize first, then fully_shard; or leave "
+            "the model plain and use WeightNormOptimizer, which takes sharded weights"
         )
     if weight.layout is not torch.strided:
         raise TypeError(f"{where} has layout {weight.layout}; weight norm needs a dense weight")

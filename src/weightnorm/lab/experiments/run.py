@@ -32,6 +32,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from weightnorm.collective import RankLost
 from weightnorm.lab.experiments.checkpoints import load_checkpoint, save_checkpoint
 from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, recorded, what
 from weightnorm.lab.experiments.environment import environment, pick_device
@@ -48,6 +49,8 @@ from weightnorm.lab.records import (
 
 LIVE_SECONDS = 0.5
 """How often the live metrics are read off the device; each reading waits for it."""
+
+AFTER_A_STEP = "all to be through with a step"
 
 
 class RunError(Exception):
@@ -89,15 +92,17 @@ class Run:
 
     def __enter__(self) -> Run:
         try:
-            self.ranks = Ranks.join(self.device)
+            self.ranks = Ranks.join(self.device, self.config.wait_seconds)
             if self.ranks.first:
                 self._open_folder()
-            self.ranks.gather(None)  # the folder is there, and ours, before any rank goes on
+            # The folder is there, and ours, before any rank goes on.
+            self.ranks.gather(None, "the first rank to open the run's folder")
             for which in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[which] = signal.signal(which, self._on_signal)
             torch.manual_seed(self.config.seed)
-        except BaseException:
+        except BaseException as error:
             self._close()
+            self._explain(error)
             raise
         return self
 
@@ -108,10 +113,19 @@ class Run:
         at: TracebackType | None,
     ) -> None:
         self._close()
+        self._explain(error)
+
+    def _explain(self, error: BaseException | None) -> None:
+        """Say how to go on after what is not the run's own fault."""
         if isinstance(error, OSError):
             raise RunError(
                 f"{self.folder}: {error.strerror or error}. Nothing already written is lost; "
                 "make room, then run the same command to go on"
+            ) from error
+        if isinstance(error, RankLost):
+            raise RunError(
+                f"{self.folder}: {error}. Nothing already written is lost: start all ranks again "
+                "with the same command to go on (--wait-seconds if they are only slow)"
             ) from error
 
     def _open_folder(self) -> None:
@@ -177,7 +191,8 @@ class Run:
             for name, thing in stateful.items():
                 thing.load_state_dict(state["states"][name])
             self.epoch, self.step, self.rows = state["epoch"], state["step"], state["rows"]
-            self.totals = {k: v.to(self.device) for k, v in state["totals"].items()}
+            mine = {k: v.flatten()[self.ranks.rank] for k, v in state["totals"].items()}
+            self.totals = {name: total.to(self.device) for name, total in mine.items()}
             self.seconds = state["seconds"]
             _set_random_state(state["random"][self.ranks.rank])
         elif self.ranks.rank:  # all ranks begin with the same weights, but draw their own noise
@@ -194,15 +209,17 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint."""
-        random = self.ranks.gather(_random_state())
+        totals = {name: total.cpu() for name, total in self.totals.items()}
+        everyones = self.ranks.gather((_random_state(), totals), "the others' part of a checkpoint")
         if self.ranks.first:
+            sums = [theirs for _, theirs in everyones]
             state = {
                 "epoch": self.epoch,
                 "step": self.step,
                 "rows": self.rows,
-                "totals": self.totals,
+                "totals": {name: torch.stack([own[name] for own in sums]) for name in totals},
                 "seconds": self.seconds,
-                "random": random,
+                "random": [random for random, _ in everyones],
                 "states": {name: thing.state_dict() for name, thing in self.stateful.items()},
             }
             save_checkpoint(self.folder / "checkpoint.pt", state)
@@ -238,7 +255,7 @@ class Run:
             live = now - shown > LIVE_SECONDS
             self._reporter.step(self.step, self._live() if live else "")
             shown = now if live else shown
-            if self.ranks.any(now - saved > self.config.checkpoint_seconds):
+            if self.ranks.any(now - saved > self.config.checkpoint_seconds, AFTER_A_STEP):
                 self.save()
                 saved = time.monotonic()
             self._stop_if_asked()
@@ -255,7 +272,7 @@ class Run:
 
     def total(self, name: str) -> float:
         """This epoch's sum over steps and ranks."""
-        return self.ranks.sum(self.totals[name].clone()).item()
+        return self.ranks.sum(self.totals[name].clone(), f"the epoch's sum of {name}").item()
 
     def log(self, **metrics: float) -> None:
         """Record an epoch: a line of metrics.jsonl, TensorBoard, and the screen."""
@@ -279,11 +296,11 @@ class Run:
         if self.ranks.first:
             seconds = sum(row["seconds"] for row in read_rows(self.folder / "metrics.jsonl"))
             write_json(self.folder / "result.json", {**result, "seconds": round(seconds, 3)})
-        self.ranks.gather(None)
+        self.ranks.gather(None, "the first rank to write the result")
         return load_record(self.folder)
 
     def _stop_if_asked(self) -> None:
-        if self.ranks.any(self._stop):
+        if self.ranks.any(self._stop, AFTER_A_STEP):
             self.save()
             raise Interrupted(str(self.folder))
 

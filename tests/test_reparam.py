@@ -364,6 +364,12 @@ BAD = {
         ValueError,
         "another parametrization; apply weight norm before",
     ),
+    "sparse gradients": (
+        nn.Embedding(4, 2, sparse=True),
+        {},
+        ValueError,
+        "its gradients are sparse",
+    ),
     "attention bias": (
         nn.MultiheadAttention(4, 2, add_bias_kv=True),
         {"name": "bias_k"},

@@ -35,7 +35,10 @@ def test_the_paper_map_names_tests_that_exist():
             assert not test or f"def {test}(" in source, f"{last}::{test}"
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/paper-map.md"])
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/paper-map.md", "docs/conformance.md"]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name):
     here = ROOT / name
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", here.read_text()):

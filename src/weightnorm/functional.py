@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weightnorm import kernels
 from weightnorm.kernels import EPS
-from weightnorm.sharding import on_mesh_of, placed_like, settled
+from weightnorm.sharding import gathered, on_mesh_of, placed_like, settled
 
 __all__ = ["EPS", "Parts", "compose", "decompose", "gradients", "norm", "project"]
 
@@ -137,6 +137,19 @@ def project(x: Tensor, w: Tensor, dim: int | None = 0, *, groups: int = 1) -> Te
     direction = kernels.formula(w, unit, dim, groups)
     along = kernels.as_blocks(direction * x, dim, groups).sum((1, 3), keepdim=True)
     return x - (kernels.as_blocks(direction, dim, groups) * along).reshape(w.shape)
+
+
+def unit_rows(w: Tensor, dim: int | None = 0, groups: int = 1) -> Tensor:
+    """A weight as a matrix with one row for each unit, in the order of g.
+
+    >>> unit_rows(torch.zeros(4, 3, 5), 1, groups=2).shape
+    torch.Size([6, 10])
+    """
+    dim = _checked_dim(w, dim, groups)
+    if dim == 0:
+        return w.reshape(w.shape[0], -1)
+    blocks = kernels.as_blocks(gathered(w), dim, groups)
+    return blocks.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def resolve_dim(dim: int | None, ndim: int) -> int | None:

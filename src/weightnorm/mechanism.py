@@ -6,6 +6,7 @@ tensor's place. Added to it:
 - reading the tensor is quicker than torch's way to it;
 - copies, pickles and spawned processes work, and a copy gets a class of its own (torch lets copies
   share it, so that un-parametrizing one breaks the other);
+- torch's older checkpoint keys load as well;
 - a recurrent layer hands its kernel the weights of this very call, and keeps none of them;
 - ``detach`` puts plain tensors in place and returns the way back.
 """
@@ -144,10 +145,14 @@ def refresh(module: nn.Module) -> None:
         module._init_flat_weights()
 
 
+_SEVERAL = ("weight_ih", "weight_hh", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""Weights of the cells and attention layers that have several, in torch's order."""
+
+
 def _set_parameters(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
     """Register parameters where a plain layer has them: weights before biases."""
     all_ = {**weights, **module._parameters}
-    first = [n for n in getattr(module, "_flat_weights_names", ()) if n in all_]
+    first = [n for n in getattr(module, "_flat_weights_names", _SEVERAL) if n in all_]
     module._parameters.clear()
     module._parameters.update({n: all_[n] for n in [*first, *all_]})
     refresh(module)
@@ -167,14 +172,22 @@ def _adopt(module: nn.Module, names: Iterable[str]) -> None:
     cls: Any = type(module)
     for name in names:
         setattr(cls, name, _quick_property(name, getattr(cls, name)))
+    cls._adopted = True
     cls.__reduce_ex__ = _reduce_ex
+    cls._load_from_state_dict = _load_from_state_dict
     if "__deepcopy__" in cls.__dict__:  # torch's: the copy would share this class
         del cls.__deepcopy__
     if isinstance(module, nn.RNNBase):
-        cls.forward = _recurrent_forward(parametrize.type_before_parametrizations(module))
+        cls.forward = _recurrent_forward
         cls._init_flat_weights = _forget_flat_weights
         cls._update_flat_weights = _nothing_to_update
         module._init_flat_weights()
+
+
+def _plain_class(module: nn.Module) -> Any:
+    """The class from before, also where FSDP2 has put one of its own on top since."""
+    ours = next(cls for cls in type(module).__mro__ if vars(cls).get("_adopted"))
+    return ours.__bases__[0]
 
 
 def _quick_property(name: str, slow: property) -> property:
@@ -189,10 +202,23 @@ def _quick_property(name: str, slow: property) -> property:
 
 
 def _reduce_ex(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    base: Any = parametrize.type_before_parametrizations(module)
+    base = _plain_class(module)
     # Python 3.10 has no object.__getstate__; torch's own on this class only raises.
     state = base.__getstate__(module) if hasattr(base, "__getstate__") else dict(module.__dict__)
     return _rebuild, (base, tuple(parametrizations_of(module))), state
+
+
+def _load_from_state_dict(
+    module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Load what is stored, also under torch's older keys ``<name>_g`` and ``<name>_v``."""
+    for name, originals in parametrizations_of(module).items():
+        older = f"{prefix}{name}_g", f"{prefix}{name}_v"
+        newer = [f"{prefix}parametrizations.{name}.{key}" for key in originals.state_dict()]
+        # A log-scale has a third key, and no older ones: g must not be loaded as s.
+        if len(newer) == 2 and state.keys() >= set(older):
+            state.update(zip(newer, [state.pop(key) for key in older], strict=True))
+    _plain_class(module)._load_from_state_dict(module, state, prefix, *rest)
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
@@ -208,20 +234,16 @@ def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     return module
 
 
-def _recurrent_forward(base: Any) -> Callable[..., Any]:
+def _recurrent_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the kernel on weights computed once, now; a list kept from before would be stale.
 
     (torch's RNN reads ``_flat_weights``; left alone it would train a frozen copy, pytorch#65688.)
     """
-
-    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-        try:
-            return base.forward(module, *args, **kwargs)
-        finally:
-            module._init_flat_weights()
-
-    return forward
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+    try:
+        return _plain_class(module).forward(module, *args, **kwargs)
+    finally:
+        module._init_flat_weights()
 
 
 def _forget_flat_weights(module: Any) -> None:

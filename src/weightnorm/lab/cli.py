@@ -25,8 +25,9 @@ from weightnorm.lab.data.fetch import DataError
 from weightnorm.lab.experiments import classify
 from weightnorm.lab.experiments.checkpoints import CheckpointError
 from weightnorm.lab.experiments.config import ConfigError
+from weightnorm.lab.experiments.outcome import render
 from weightnorm.lab.experiments.run import Interrupted, RunError, resume_command
-from weightnorm.lab.experiments.sweep import Grid, render, sweep
+from weightnorm.lab.experiments.sweep import Grid, sweep
 from weightnorm.lab.parsing import (
     UsageError,
     nearest,
@@ -98,8 +99,8 @@ def run(words: list[str]) -> int:
 class SweepOptions:
     """The grid. Any setting of the experiment may follow as a flag; see its own --help."""
 
-    parameterizations: tuple[Parameterization, ...] = tuple(Parameterization)
-    """Which of the five."""
+    parameterizations: tuple[Parameterization, ...] = ()
+    """Which; by default, all that the experiment compares."""
     learning_rates: tuple[float, ...] = ()
     """Learning rates; by default, for each parameterization what the paper chose."""
     seeds: tuple[int, ...] = (1,)
@@ -108,8 +109,9 @@ class SweepOptions:
     """Runs at a time on this machine; its threads are split between them."""
     cluster: str | None = None
     """Run on this Ray cluster instead: an address, or auto. The runs folder must be shared."""
-    metric: str = "test_error"
-    """The result that decides which learning rate is best: lowest wins."""
+    metric: str | None = None
+    """The result that decides which learning rate is best, lowest wins; by default the
+    experiment's own."""
 
 
 def sweep_(words: list[str]) -> int:
@@ -117,10 +119,11 @@ def sweep_(words: list[str]) -> int:
     module, rest = _experiment(words, "sweep")
     options, rest = parse_known(SweepOptions, rest, f"sweep {module.NAME}", sweep_)
     refuse_singular(rest, SweepOptions)
+    base = parse_config(module, rest, f"sweep {module.NAME}")
     grid = Grid(
         experiment=module.NAME,
-        base=parse_config(module, rest, f"sweep {module.NAME}"),
-        parameterizations=options.parameterizations,
+        base=base,
+        parameterizations=options.parameterizations or tuple(module.LEARNING_RATES[base.preset]),
         learning_rates=options.learning_rates,
         seeds=options.seeds,
     )
@@ -128,14 +131,47 @@ def sweep_(words: list[str]) -> int:
 
 
 def _sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
-    result = sweep(
-        grid, jobs=options.jobs, cluster=options.cluster, metric=options.metric, console=ERR
-    )
+    metric = options.metric or EXPERIMENTS[grid.experiment].METRIC
+    result = sweep(grid, jobs=options.jobs, cluster=options.cluster, metric=metric, console=ERR)
     OUT.print(render(result))
     if result.interrupted:
         _say_how_to_go_on(words)
         return 130
     return 1 if result.failed else 0
+
+
+@dataclass(frozen=True)
+class ClaimsOptions:
+    """What the paper says about weight norm, claim by claim, with a verdict on each."""
+
+    quick: bool = False
+    """Embedded digits, two minutes; else CIFAR-10, half an hour on two cores."""
+    only: tuple[int, ...] = ()
+    """Numbers of the claims to measure; by default all."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Seeds behind each empirical claim."""
+    runs: Path = Path("runs")
+    """Folder of all records: those of the experiments are read, the claims' are kept there."""
+    data_dir: Path | None = None
+    """Folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache."""
+
+
+def claims(words: list[str]) -> int:
+    """Measure what the paper claims; the same command goes on where it was stopped."""
+    from weightnorm.lab.claims.measure import measure, newest
+    from weightnorm.lab.claims.workbench import Workbench
+
+    options = parse(ClaimsOptions, words, "claims", claims)
+    bench = Workbench(options.quick, options.seeds, options.data_dir, options.runs)
+    folder = measure(bench, options.only, ERR)
+    table = Table("claim", "section", "value", "the paper says", "n", "verdict", show_lines=True)
+    for row in newest(folder).values():
+        name = f"{row['number']}. {row['statement']}"
+        texts = (name, row["section"], row["value"], row["paper"], str(row["n"]), row["verdict"])
+        table.add_row(*map(escape, texts))
+    OUT.print(table)
+    _say(OUT, f"record: {folder}; weightnorm report {options.runs} draws it")
+    return 0
 
 
 @dataclass(frozen=True)
@@ -257,6 +293,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "list": list_,
     "run": run,
     "sweep": sweep_,
+    "claims": claims,
     "report": report_,
     "data": data,
     "convert": convert,

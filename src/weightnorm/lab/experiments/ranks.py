@@ -64,9 +64,12 @@ class Ranks:
                 dist.all_reduce(x)
         return x
 
-    def any(self, flag: bool, what: str = "a decision") -> bool:
-        """Whether any rank says so."""
-        return bool(self.sum(torch.tensor(float(flag)), what)) if self.world > 1 else flag
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether any rank says so; in one message."""
+        if self.world == 1:
+            return list(flags)
+        counts = self.sum(torch.tensor(flags, dtype=torch.float32), "all to end a step")
+        return [count > 0 for count in counts.tolist()]
 
     def gather(self, thing: Any, what: str = "a meeting") -> list[Any]:
         """Every rank's thing, on every rank."""

@@ -20,6 +20,7 @@ bits: the order of the data follows from seed and epoch, and a checkpoint holds 
 from __future__ import annotations
 
 import fcntl
+import io
 import shlex
 import signal
 import time
@@ -28,29 +29,36 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
 
+import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightnorm.collective import RankLost
-from weightnorm.lab.experiments.checkpoints import load_checkpoint, save_checkpoint
+from weightnorm.diagnostics import unit_weights
+from weightnorm.lab.experiments.checkpoints import (
+    load_checkpoint,
+    random_state,
+    save_checkpoint,
+    set_random_state,
+)
 from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, recorded, what
 from weightnorm.lab.experiments.environment import environment, pick_device
 from weightnorm.lab.experiments.progress import Reporter, Silent, reporter
 from weightnorm.lab.experiments.ranks import Ranks
+from weightnorm.lab.experiments.sums import Sums, stacked
 from weightnorm.lab.records import (
     RunRecord,
     append_row,
     keep_rows,
     load_record,
     read_rows,
+    write_atomically,
     write_json,
 )
 
 LIVE_SECONDS = 0.5
 """How often the live metrics are read off the device; each reading waits for it."""
-
-AFTER_A_STEP = "all to be through with a step"
 
 
 class RunError(Exception):
@@ -79,7 +87,7 @@ class Run:
         self.epoch = self.step = self.rows = 0
         self.batch = 0
         """Examples of the step at hand, over all ranks."""
-        self.totals: dict[str, Tensor] = {}
+        self.totals = Sums()
         self.stateful: dict[str, Any] = {}
         self.seconds = 0.0
         self._reporter: Reporter = Silent()
@@ -95,8 +103,7 @@ class Run:
             self.ranks = Ranks.join(self.device, self.config.wait_seconds)
             if self.ranks.first:
                 self._open_folder()
-            # The folder is there, and ours, before any rank goes on.
-            self.ranks.gather(None, "the first rank to open the run's folder")
+            self.ranks.gather(None, "the folder")  # there, and ours, before any rank goes on
             for which in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[which] = signal.signal(which, self._on_signal)
             torch.manual_seed(self.config.seed)
@@ -117,16 +124,12 @@ class Run:
 
     def _explain(self, error: BaseException | None) -> None:
         """Say how to go on after what is not the run's own fault."""
-        if isinstance(error, OSError):
-            raise RunError(
-                f"{self.folder}: {error.strerror or error}. Nothing already written is lost; "
-                "make room, then run the same command to go on"
-            ) from error
-        if isinstance(error, RankLost):
-            raise RunError(
-                f"{self.folder}: {error}. Nothing already written is lost: start all ranks again "
-                "with the same command to go on (--wait-seconds if they are only slow)"
-            ) from error
+        ways = {OSError: "make room, then run", RankLost: "start all ranks again with"}
+        for kind, way in ways.items():
+            if isinstance(error, kind):
+                what = getattr(error, "strerror", None) or error
+                lost = f"{self.folder}: {what}. Nothing already written is lost"
+                raise RunError(f"{lost}; {way} the same command to go on") from error
 
     def _open_folder(self) -> None:
         try:
@@ -191,10 +194,9 @@ class Run:
             for name, thing in stateful.items():
                 thing.load_state_dict(state["states"][name])
             self.epoch, self.step, self.rows = state["epoch"], state["step"], state["rows"]
-            mine = {k: v.flatten()[self.ranks.rank] for k, v in state["totals"].items()}
-            self.totals = {name: total.to(self.device) for name, total in mine.items()}
+            self.totals = Sums.of_rank(state["totals"], self.ranks.rank, self.device)
             self.seconds = state["seconds"]
-            _set_random_state(state["random"][self.ranks.rank])
+            set_random_state(state["random"][self.ranks.rank])
         elif self.ranks.rank:  # all ranks begin with the same weights, but draw their own noise
             torch.manual_seed(self.config.seed + 1_000_003 * self.ranks.rank)
         self._savable = True
@@ -207,22 +209,20 @@ class Run:
                 keep_rows(self.folder / "metrics.jsonl", self.rows)
         return state is not None
 
-    def save(self) -> None:
-        """Write a checkpoint."""
-        totals = {name: total.cpu() for name, total in self.totals.items()}
-        everyones = self.ranks.gather((_random_state(), totals), "the others' part of a checkpoint")
+    def save(self, path: Path | None = None) -> None:
+        """Write a checkpoint; elsewhere than in its usual place if told so."""
+        parts = self.ranks.gather((random_state(), self.totals.cpu()), "parts of a checkpoint")
         if self.ranks.first:
-            sums = [theirs for _, theirs in everyones]
             state = {
                 "epoch": self.epoch,
                 "step": self.step,
                 "rows": self.rows,
-                "totals": {name: torch.stack([own[name] for own in sums]) for name in totals},
+                "totals": stacked([totals for _, totals in parts]),
                 "seconds": self.seconds,
-                "random": [random for random, _ in everyones],
+                "random": [random for random, _ in parts],
                 "states": {name: thing.state_dict() for name, thing in self.stateful.items()},
             }
-            save_checkpoint(self.folder / "checkpoint.pt", state)
+            save_checkpoint(path or self.folder / "checkpoint.pt", state)
 
     # — the loop —
 
@@ -235,9 +235,9 @@ class Run:
         while self.epoch < count:
             yield self.epoch
             self.epoch += 1
-            self.step, self.totals, self.seconds = 0, {}, 0.0
+            self.step, self.totals, self.seconds = 0, Sums(), 0.0
             self.save()
-            self._stop_if_asked()
+            self._stop_if(*self.ranks.any(self._stop))
 
     def batches(self, examples: int, size: int) -> Iterator[Tensor]:
         """This rank's rows of each minibatch still to do in this epoch, reshuffled every epoch."""
@@ -253,22 +253,22 @@ class Run:
             now = time.monotonic()
             self.seconds = before + now - began
             live = now - shown > LIVE_SECONDS
-            self._reporter.step(self.step, self._live() if live else "")
+            self._reporter.step(self.step, _shown(self.totals.means) if live else "")
             shown = now if live else shown
-            if self.ranks.any(now - saved > self.config.checkpoint_seconds, AFTER_A_STEP):
+            due = now - saved > self.config.checkpoint_seconds
+            # On an accelerator looking at the sums waits for it, so not at every step.
+            broken = (live or due or self.device.type == "cpu") and not self.totals.finite
+            stop, due, broken = self.ranks.any(self._stop, due, broken)
+            if broken:
+                self._fail()
+            if due:
                 self.save()
                 saved = time.monotonic()
-            self._stop_if_asked()
+            self._stop_if(stop)
 
     def add(self, **amounts: Tensor | float) -> None:
         """Add to this epoch's sums, on the device and without waiting for it."""
-        for name, amount in amounts.items():
-            value = amount.detach() if isinstance(amount, Tensor) else amount
-            if name not in self.totals:
-                self.totals[name] = torch.zeros((), dtype=torch.float64, device="cpu")
-                if self.device.type != "mps":  # which has no float64
-                    self.totals[name] = self.totals[name].to(self.device)
-            self.totals[name] += value
+        self.totals.add(amounts, self.device)
 
     def total(self, name: str) -> float:
         """This epoch's sum over steps and ranks."""
@@ -276,6 +276,8 @@ class Run:
 
     def log(self, **metrics: float) -> None:
         """Record an epoch: a line of metrics.jsonl, TensorBoard, and the screen."""
+        if any(self.ranks.any(not self.totals.finite)):
+            self._fail()
         row = {"epoch": self.epoch + 1, **metrics, "seconds": round(self.seconds, 3)}
         self.rows += 1
         if self.ranks.first:
@@ -285,6 +287,14 @@ class Run:
                     self._events.add_scalar(name, value, self.epoch + 1)
             self._events.flush()
             self._reporter.row(_shown(metrics))
+
+    def keep(self, name: str, **arrays: Tensor) -> None:
+        """Write arrays (samples, say) beside the record as ``name.npz``, for the report to draw."""
+        if self.ranks.first:
+            memory = io.BytesIO()
+            plain: dict[str, Any] = {key: x.cpu().numpy() for key, x in arrays.items()}
+            np.savez_compressed(memory, **plain)
+            write_atomically(self.folder / f"{name}.npz", memory.getvalue())
 
     @property
     def last(self) -> dict[str, Any]:
@@ -296,19 +306,33 @@ class Run:
         if self.ranks.first:
             seconds = sum(row["seconds"] for row in read_rows(self.folder / "metrics.jsonl"))
             write_json(self.folder / "result.json", {**result, "seconds": round(seconds, 3)})
-        self.ranks.gather(None, "the first rank to write the result")
+        self.ranks.gather(None, "the result")
         return load_record(self.folder)
 
-    def _stop_if_asked(self) -> None:
-        if self.ranks.any(self._stop, AFTER_A_STEP):
+    def _stop_if(self, asked: bool) -> None:
+        if asked:
             self.save()
             raise Interrupted(str(self.folder))
 
-    def _live(self) -> str:
-        count = self.totals.get("count")
-        if count is None:
-            return ""
-        return _shown({k: (v / count).item() for k, v in self.totals.items() if k != "count"})
+    def _fail(self) -> None:
+        """The sums are not finite: keep the state as it is, beside the last good checkpoint."""
+        state = self.folder / "failed.pt"
+        self.save(state)
+        sums = ", ".join(f"{name} {float(value):g}" for name, value in self.totals.items())
+        raise RunError(
+            f"not finite at epoch {self.epoch + 1}, step {self.step}: {sums}.\n"
+            f"The longest weights, each the norm of its longest unit: {self._longest()}.\n"
+            f"The state is in {state}; the checkpoint from before it is kept. "
+            "A smaller --learning-rate is the usual way out"
+        )
+
+    def _longest(self, count: int = 5) -> str:
+        model = self.stateful.get("model")
+        weights = unit_weights(model) if isinstance(model, nn.Module) else {}
+        norms = {name: w.norm(dim=1).max().item() for name, w in weights.items()}
+        # Those that are not numbers first.
+        longest = sorted(norms, key=lambda name: (norms[name] == norms[name], -norms[name]))
+        return ", ".join(f"{name} {norms[name]:.4g}" for name in longest[:count])
 
 
 def resume_command(words: list[str]) -> str:
@@ -324,16 +348,3 @@ def _events(folder: Path, epoch: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder / "events"), purge_step=epoch + 1)
-
-
-def _random_state() -> dict[str, Tensor | list[Tensor]]:
-    state: dict[str, Tensor | list[Tensor]] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])

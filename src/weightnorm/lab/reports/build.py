@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightnorm.lab.records import RunRecord, find_records, write_atomically
-from weightnorm.lab.reports import classify, generic
+from weightnorm.lab.reports import claims, classify, generic
 from weightnorm.lab.reports.comparison import grouped
 from weightnorm.lab.reports.figures import draw
 from weightnorm.lab.reports.page import render
 from weightnorm.lab.reports.section import Section
 
-SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {"classify": classify.section}
+SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {
+    "claims": claims.section,
+    "classify": classify.section,
+}
 """Experiment → its section. An experiment that is not here gets `generic.section`."""
 
 
@@ -32,7 +35,7 @@ class ReportFiles:
 
 
 def report(root: Path, out: Path) -> ReportFiles:
-    """Write out/index.html and out/figures/*.{png,svg} about every run below `root`.
+    """Write out/index.html and out/figures/* about every run below `root`.
 
     The same records give the same bytes.
     """
@@ -41,12 +44,13 @@ def report(root: Path, out: Path) -> ReportFiles:
         SECTIONS.get(experiment, generic.section)(runs)
         for experiment, runs in sorted(grouped(records, lambda r: r.experiment).items())
     ]
-    pictures = draw(plot for section in sections for plot in section.plots)
-    files = {}
-    for picture in pictures.values():
-        files[f"figures/{picture.name}.png"] = picture.png
-        files[f"figures/{picture.name}.svg"] = picture.svg
-    page = render(sections, pictures, records, problems)
+    drawings = draw(item for section in sections for item in section.figures)
+    files = {
+        f"figures/{drawing.name}.{kind}": content
+        for drawing in drawings.values()
+        for kind, content in drawing.files.items()
+    }
+    page = render(sections, drawings, records, problems)
     _write(out, {**files, "index.html": page.encode()})
     return ReportFiles(out / "index.html", tuple(out / name for name in files), tuple(problems))
 

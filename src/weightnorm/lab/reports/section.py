@@ -1,10 +1,13 @@
-"""What a report says, as plain values: sections of plots and tables. Nothing is drawn here."""
+"""What a report says, as plain values: sections of plots, pictures, tables. Not drawn here."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weightnorm.lab.reports.looks import Look
 
@@ -35,7 +38,8 @@ class Plot:
     y: str
     lines: tuple[Line, ...]
     log_x: bool = False
-    """Logarithmic, with a tick at each x that occurs; else x counts epochs."""
+    """Logarithmic; else x counts epochs."""
+    log_y: bool = False
     from_zero: bool = False
 
     @property
@@ -46,6 +50,24 @@ class Plot:
             known = [y for y in line.y if math.isfinite(y)]
             ends.append(f"{line.name}: {known[0]:.3g} to {known[-1]:.3g}" if known else line.name)
         return f"{self.title}: {self.y} against {self.x}. {'; '.join(ends)}."
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """Something to look at, pixel by pixel: one frame, or several that move."""
+
+    name: str
+    """Its file name, without the ending."""
+    title: str
+    caption: str
+    frames: NDArray[np.uint8]
+    """(frames, height, width) in grey, or (frames, height, width, 3) in colour."""
+    seconds: float = 0.1
+    """For each frame."""
+
+    @property
+    def alt(self) -> str:
+        return f"{self.title}. {self.caption}"
 
 
 @dataclass(frozen=True)
@@ -66,17 +88,17 @@ class Section:
 
     title: str
     intro: str
-    content: tuple[Plot | Table | Section, ...] = ()
+    content: tuple[Plot | Picture | Table | Section, ...] = ()
 
     @property
-    def plots(self) -> tuple[Plot, ...]:
-        """Every plot, at any depth, in order."""
-        found: list[Plot] = []
+    def figures(self) -> tuple[Plot | Picture, ...]:
+        """Every plot and picture, at any depth, in order."""
+        found: list[Plot | Picture] = []
         for item in self.content:
-            if isinstance(item, Plot):
+            if isinstance(item, Plot | Picture):
                 found.append(item)
             elif isinstance(item, Section):
-                found.extend(item.plots)
+                found.extend(item.figures)
         return tuple(found)
 
 

@@ -51,9 +51,9 @@ class Block(nn.Module):
         return torch.tanh(out[0] if isinstance(out, tuple) else out)
 
 
-def network(group=None, seed=0):
+def network(group=None):
     """Units along either axis, in groups and gates; weights of fewer rows than there are ranks."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     layers = [
         nn.Conv1d(3, 5, 3),
         nn.ConvTranspose1d(5, 6, 3),
@@ -78,9 +78,21 @@ def sharded(model):
     return fully_shard(model, mesh=mesh)
 
 
-def build(form, wrap=lambda model: model, seed=0):
+def from_meta(model):
+    """Sharded before it has memory, then filled with the layers' own initialization."""
+    sharded(model.to("meta")).to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.constant_(p, float("nan"))
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert all(full(p).isfinite().all() for p in model.parameters())
+    return model
+
+
+def build(form, wrap=lambda model: model):
     """(the model as it is wrapped, its optimizer)"""
-    model = network(dist.group.WORLD if dist.is_initialized() else None, seed)
+    model = network(dist.group.WORLD if dist.is_initialized() else None)
     if form == "module":
         weight_norm_model(model)
     model = wrap(model)
@@ -143,10 +155,10 @@ def trajectories(rank, world):
 
 
 def resumed(rank, world, folder):
-    """Two ranks train half of the steps; they, and later four, go on in a model of another seed."""
+    """Two ranks train half of the steps; they, and later four, go on in a model made anew."""
     results, whole = {}, StateDictOptions(full_state_dict=True)
     for form in FORMS:
-        other = build(form, sharded, seed=7)
+        other = build(form, from_meta)
         if world == 2:
             trained = build(form, sharded)
             train(*trained, rank, world, steps=range(STEPS // 2))
@@ -173,7 +185,8 @@ def seen_from_outside(world):
     for each in (model, twin):
         weight_norm(each[0].layer, mask=causal)
         weight_norm_model(each)
-    init_(sharded(model)[1].layer, nn.init.ones_)
+    before = diagnostics.unit_weights(sharded(model)), diagnostics.unit_weights(twin)
+    init_(model[1].layer, nn.init.ones_)
     init_(twin[1].layer, nn.init.ones_)
     layers = [(a.layer, b.layer) for a, b in zip(model, twin, strict=True)]
     layers = [(a, b) for a, b in layers if hasattr(b, "weight")]
@@ -181,6 +194,9 @@ def seen_from_outside(world):
     for probe in (diagnostics.weight_norms, diagnostics.effective_step):
         mine, theirs = probe(model), probe(twin)
         pairs.update({f"{probe.__name__} {name}": (mine[name], theirs[name]) for name in theirs})
+    mine, theirs = map(diagnostics.direction_angle, (model, twin), before)
+    pairs.update({f"angle {name}": (mine[name], theirs[name]) for name in theirs})
+    assert mine["1.layer.weight"].min() > 0.1
     state = convert_state_dict(twin.state_dict(), to="folded")
     mine = convert_state_dict({k: full(v) for k, v in model.state_dict().items()}, to="folded")
     pairs.update({f"folded {name}": (mine[name], value) for name, value in state.items()})

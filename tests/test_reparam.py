@@ -320,15 +320,6 @@ def test_weights_tied_across_different_axes_are_refused_whole():
     assert type(model[0]) is nn.Conv1d
 
 
-def test_meta_weights_are_not_computed():
-    layer = weight_norm(nn.ConvTranspose1d(3, 4, 2, device="meta"))
-    assert all(p.is_meta for p in layer.parameters())
-    assert parts(layer).g.shape == (1, 4, 1)
-    real = weight_norm(nn.ConvTranspose1d(3, 4, 2))
-    layer.to_empty(device="cpu").load_state_dict(real.state_dict())
-    torch.testing.assert_close(layer.weight, real.weight)
-
-
 def test_lazy_layers_are_normalized_when_they_get_a_shape():
     model = nn.Sequential(nn.LazyConvTranspose2d(4, 3), nn.Flatten(), nn.LazyLinear(2))
     names = weight_norm_model(model)

@@ -69,6 +69,8 @@ def data_dependent_init(
     ['0', '2']
     """
     refuse_sharded(model, "initialize it on data first, then fully_shard")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is on the meta device: give it memory and values first")
     if group is None and isinstance(model, DistributedDataParallel):
         group = model.process_group
     goals = _goals(model, target_std)

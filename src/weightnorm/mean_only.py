@@ -88,6 +88,18 @@ class _MeanOnlyBatchNorm(nn.Module):
             self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), new)
         return mean
 
+    def reset_running_stats(self) -> None:
+        """Forget every batch."""
+        if self.running_mean is not None and self.num_batches_tracked is not None:
+            self.running_mean.zero_()
+            self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        """As new, whatever was in memory; as torch's norms do after ``to_empty``."""
+        self.reset_running_stats()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
     def fold_into(self, layer: nn.Module) -> nn.Module:
         """A copy of `layer` that ends in this module's evaluation: bias ← bias − μ̄ + b."""
         if self.running_mean is None:

@@ -7,6 +7,7 @@ tensor's place. Added to it:
 - copies, pickles and spawned processes work, and a copy gets a class of its own (torch lets copies
   share it, so that un-parametrizing one breaks the other);
 - torch's older checkpoint keys load as well;
+- ``reset_parameters`` initializes the tensor itself, where torch's would fill a temporary one;
 - a recurrent layer hands its kernel the weights of this very call, and keeps none of them;
 - ``detach`` puts plain tensors in place and returns the way back.
 """
@@ -175,6 +176,9 @@ def _adopt(module: nn.Module, names: Iterable[str]) -> None:
     cls._adopted = True
     cls.__reduce_ex__ = _reduce_ex
     cls._load_from_state_dict = _load_from_state_dict
+    for reset in ("reset_parameters", "_reset_parameters"):
+        if hasattr(cls, reset):
+            setattr(cls, reset, _landing(reset))
     if "__deepcopy__" in cls.__dict__:  # torch's: the copy would share this class
         del cls.__deepcopy__
     if isinstance(module, nn.RNNBase):
@@ -219,6 +223,22 @@ def _load_from_state_dict(
         if len(newer) == 2 and state.keys() >= set(older):
             state.update(zip(newer, [state.pop(key) for key in older], strict=True))
     _plain_class(module)._load_from_state_dict(module, state, prefix, *rest)
+
+
+def _landing(reset: str) -> Callable[[nn.Module], None]:
+    """The layer's own initialization, of the tensor itself; v and g may be anything before."""
+
+    def land(module: nn.Module) -> None:
+        with torch.no_grad(), parametrize.cached():  # what is filled is what is read after it
+            getattr(_plain_class(module), reset)(module)
+            for name, originals in parametrizations_of(module).items():
+                if isinstance(originals, Originals):
+                    # Recurrent layers fill every parameter, v among them.
+                    fills_v = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+                    filled = originals.original1 if fills_v else getattr(module, name)
+                    originals.right_inverse(filled)
+
+    return land
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

@@ -266,6 +266,11 @@ def _held(model: nn.Module, where: Callable[[str, nn.Module], bool] | None) -> I
         weight = module._parameters.get(name)
         if weight is not None and weight.requires_grad and id(weight) not in seen:
             seen.add(id(weight))
+            if weight.is_meta:
+                raise ValueError(
+                    f"{path} is on the meta device: there is nothing to take apart; give the model "
+                    "memory and values first"
+                )
             if weight.ndim < 2:
                 raise ValueError(
                     f"{path} has shape {tuple(weight.shape)}: not one row for each unit, but what "

@@ -186,6 +186,11 @@ def _plan(
         if mask is not None:
             functional.check_mask(mask, weight.shape)
     if mask is not None:
+        if weight.is_meta:
+            raise ValueError(
+                f"{where} is on the meta device, where a mask would lose its values; give the "
+                "layer memory with to_empty first"
+            )
         mask = mask.to(weight.device, weight.dtype)
     return _Plan(layer, name, dim, train_g, {"scale": scale, "mask": mask, "eps": eps})
 

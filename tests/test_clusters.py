@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from weightnorm import (
     weight_norm_model,
 )
 
+DOCS = Path(__file__).parents[1] / "docs" / "scaling.md"
 STEPS, BATCH = 4, 8
 FORMS = ("module", "optimizer")
 WAYS = [f"{wrap}{how}" for wrap in ("ddp", "fsdp") for how in ("", "-accumulated", "-recomputed")]
@@ -245,10 +247,21 @@ def refusals():
     return said
 
 
+def documented():
+    """The lines of the document, as they stand there, then a step."""
+    torch.manual_seed(0)
+    scope = {}
+    for block in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL):
+        exec(compile(block, DOCS.name, "exec"), scope)
+    scope["plain"](scope["batch"]).square().mean().backward()
+    scope["optimizer"].step()
+    return {name: full(both.v) for name, both in scope["optimizer"].parts().items()}
+
+
 def everything(rank, world, folder):
     results = {**trajectories(rank, world), **resumed(rank, world, folder)}
     pairs = {**seen_from_outside(world), **tensor_parallel(world)}
-    return {**results, "pairs": pairs, "refusals": refusals()}
+    return {**results, "pairs": pairs, "refusals": refusals(), "documented": documented()}
 
 
 @pytest.fixture(scope="module")
@@ -312,3 +325,9 @@ def test_sharded_weights_tell_what_whole_ones_do(request, world):
 )
 def test_what_must_come_before_sharding_says_so(on_two, act, says):
     assert all(re.search(says, rank["refusals"][act]) for rank in on_two)
+
+
+def test_the_documented_lines_run(on_two):
+    for rank in on_two:
+        assert list(rank["documented"]) == ["0.weight", "2.weight"]
+        torch.testing.assert_close(rank["documented"], on_two[0]["documented"])

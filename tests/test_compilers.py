@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weightnorm import (
     MeanOnlyBatchNorm2d,
     data_dependent_init,
+    folded,
     kernels,
     mean_only_batch_norm,
+    parts,
     weight_norm,
     weight_norm_model,
 )
@@ -87,6 +89,17 @@ def test_the_real_compiler_after_initialization():
     model, x = network(), torch.randn(2, 3, 8, 8)
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_folding_a_compiled_model():
+    model, x = network(), torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = compiled(x)
+    with folded(model):
+        torch.testing.assert_close(compiled(x), expected)
+    with torch.no_grad():
+        parts(model[0]).g.mul_(2)
+    torch.testing.assert_close(compiled(x), model(x))
 
 
 def test_export():

@@ -6,6 +6,7 @@ A row that fails here has been mended in torch: take it out of the table.
 import copy
 import pickle
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -46,6 +47,29 @@ def has_right_second_derivatives(layer):
 def test_second_derivatives():
     assert has_right_second_derivatives(ours(nn.Linear(4, 3).double()))
     assert not has_right_second_derivatives(torchs(nn.Linear(4, 3).double()))
+
+
+class Vector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.xdist_group("deployment")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_weights_of_one_dimension_in_onnx():
+    def survives(layer):
+        x = torch.randn(2, 5)
+        program = torch.onnx.export(layer.eval(), (x,), dynamo=True, verbose=False)
+        session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+        (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        return torch.allclose(torch.from_numpy(out), layer(x))
+
+    assert survives(ours(Vector(), dim=0))
+    assert not survives(torchs(Vector(), dim=0))  # pytorch#191749
 
 
 def zeroed():

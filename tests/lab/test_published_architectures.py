@@ -4,6 +4,7 @@ The models are built, normalized, saved and loaded by their own public classes a
 the conversion between is ours. Random weights, no network.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -208,7 +209,9 @@ def words(name: str, source: Path, target: Path, to: str, start: str) -> list[st
 
 def loaded(name: str, folder: Path) -> transformers.PreTrainedModel:
     """By the class's own loader, which must miss nothing and have nothing left over."""
-    model, report = ARCHITECTURES[name].kind.from_pretrained(folder, output_loading_info=True)
+    model, report = ARCHITECTURES[name].kind.from_pretrained(
+        folder, output_loading_info=True, local_files_only=True
+    )
     assert not any(report.values()), report
     return model.eval()
 
@@ -287,6 +290,12 @@ def test_the_whole_plain_model_can_be_normalized(name):
     expected = heard(name, model)
     assert set(weight_norm_model(model)) >= set(names_of(name))
     torch.testing.assert_close(heard(name, model), expected)
+
+
+def test_the_page_lists_them():
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    rows = re.findall(r"\| `(\w+)` \| (\d) \| `(\w+)` \|", page)
+    assert rows == [(a.kind.__name__, str(a.dim), a.expects) for a in ARCHITECTURES.values()]
 
 
 def test_what_does_not_fit_is_named_as_the_model_names_it():

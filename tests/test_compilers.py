@@ -10,15 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightnorm import (
     MeanOnlyBatchNorm2d,
-    data_dependent_init,
     folded,
     kernels,
     mean_only_batch_norm,
     parts,
     weight_norm,
-    weight_norm_model,
 )
-from zoo import LAYERS, every_layer
+from zoo import LAYERS, every_layer, trained_network
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -72,27 +70,14 @@ def test_one_graph_of_every_variant(make):
     torch.testing.assert_close(compiled(x), layer(x))
 
 
-def network():
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3),
-        nn.ReLU(),
-        mean_only_batch_norm(nn.ConvTranspose2d(4, 6, 3, groups=2)),
-        nn.Flatten(),
-        nn.Linear(6 * 64, 4),
-    )
-    weight_norm_model(model)
-    data_dependent_init(model, torch.randn(20, 3, 8, 8))
-    return model.eval()
-
-
 def test_the_real_compiler_after_initialization():
-    model, x = network(), torch.randn(2, 3, 8, 8)
+    model, x = trained_network(), torch.randn(2, 3, 8, 8)
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-4)
 
 
 def test_folding_a_compiled_model():
-    model, x = network(), torch.randn(2, 3, 8, 8)
+    model, x = trained_network(), torch.randn(2, 3, 8, 8)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     expected = compiled(x)
     with folded(model):
@@ -103,7 +88,7 @@ def test_folding_a_compiled_model():
 
 
 def test_export():
-    model, x = network(), torch.randn(2, 3, 8, 8)
+    model, x = trained_network(), torch.randn(2, 3, 8, 8)
     program = torch.export.export(model, (x,))
     torch.testing.assert_close(program.module()(x), model(x))
 
@@ -144,7 +129,7 @@ def test_derivatives_in_v_and_g_of_any_kind(transform):
 
 
 ENSEMBLES = {
-    "network": (network, (5, 3, 8, 8)),
+    "network": (trained_network, (5, 3, 8, 8)),
     "log": (lambda: weight_norm(nn.Linear(3, 2), scale="log"), (5, 3)),
     "masked": (lambda: weight_norm(nn.Linear(3, 3), mask=torch.ones(3, 3).tril()), (5, 3)),
     "one-g": (lambda: weight_norm(nn.Conv1d(3, 2, 3), dim=None), (5, 3, 4)),
@@ -175,7 +160,7 @@ CENTRED = {
     "in-the-layer": lambda: mean_only_batch_norm(weight_norm(nn.Conv2d(3, 4, 3))),
     "behind-it": lambda: nn.Sequential(weight_norm(nn.Conv2d(3, 4, 3)), MeanOnlyBatchNorm2d(4)),
     "all-batches": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), MeanOnlyBatchNorm2d(4, None)),
-    "initialized": network,
+    "network": trained_network,
 }
 
 
@@ -239,6 +224,16 @@ def test_a_cuda_graph_could_record_mean_only_batch_norm(momentum, training, one_
         with NoWordWithTheHost():
             model(x).sin().sum().backward()
         assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_off_the_cpu_the_fused_form_is_not_taken(monkeypatch):
+    monkeypatch.setattr(kernels, "_NATIVE", {torch.float32: torch.float32})
+    monkeypatch.setattr(kernels, "native", None)  # cannot be called
+    v, g = torch.ones(2, 2, requires_grad=True), torch.ones(2, 1)
+    with pytest.raises(TypeError):
+        kernels.compose(v, g, 0)
+    assert kernels.compose(v.to("meta"), g.to("meta"), 0).is_meta
 
 
 def test_the_host_would_be_overheard():

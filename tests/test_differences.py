@@ -14,6 +14,7 @@ from torch.autograd import gradgradcheck
 from torch.nn.utils import parametrizations
 
 import weightnorm
+from zoo import Vector
 
 
 def ours(layer, **how):
@@ -47,15 +48,6 @@ def has_right_second_derivatives(layer):
 def test_second_derivatives():
     assert has_right_second_derivatives(ours(nn.Linear(4, 3).double()))
     assert not has_right_second_derivatives(torchs(nn.Linear(4, 3).double()))
-
-
-class Vector(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5))
-
-    def forward(self, x):
-        return x * self.weight
 
 
 @pytest.mark.xdist_group("deployment")

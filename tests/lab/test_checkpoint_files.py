@@ -155,6 +155,11 @@ def test_tensors_of_any_type_pass_through(tmp_path):
     convert_file(source, tmp_path / "b.safetensors", "folded")
     out = read(tmp_path / "b.safetensors")
     assert {name: out[name].dtype for name in others} == {n: t.dtype for n, t in others.items()}
+    strange = {"scale": torch.ones(2).to(torch.float8_e8m0fnu)}
+    with pytest.raises(FileError, match="scale is of type F8_E8M0, which is not known here"):
+        convert_file(
+            save(strange, tmp_path / "c.safetensors"), tmp_path / "d.safetensors", "folded"
+        )
 
 
 def test_half_types_keep_their_type(tmp_path):

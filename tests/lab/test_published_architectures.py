@@ -226,6 +226,14 @@ def test_converted_files_load_by_from_pretrained(tmp_path, name, kind, start):
     torch.testing.assert_close(heard(name, loaded(name, tmp_path / "out")), heard(name, source))
 
 
+def test_without_conversion_from_pretrained_goes_on_with_random_weights(tmp_path):
+    source = built("wav2vec2", "folded")
+    saved_as("whole", source, tmp_path)
+    model, report = transformers.Wav2Vec2Model.from_pretrained(tmp_path, output_loading_info=True)
+    assert report["missing_keys"]
+    assert not torch.allclose(heard("wav2vec2", model.eval()), heard("wav2vec2", source))
+
+
 REAL_COMMANDS = [
     ("wav2vec2", "whole", "folded", "hook"),
     ("encodec", "sharded", "hook", "parametrize"),

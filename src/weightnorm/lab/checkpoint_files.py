@@ -183,9 +183,8 @@ def _refuse_nothing(names: list[str], to: Format) -> None:
 def _pieces(state: Shards, name: str, format: Format, to: Format, dim: Dim) -> list[Piece]:
     g_key, v_key = keys_of(name, format)
     if to == "folded":
-        v = state.piece(v_key, name)
-        fold = lambda: folded_weight(_entry(state, name, format), dim)  # noqa: E731
-        return [Piece(name, v.dtype, v.shape, fold)]
+        v, entry = state.piece(v_key, name), partial(_entry, state, name, format)
+        return [Piece(name, v.dtype, v.shape, lambda: folded_weight(entry(), dim))]
     new_g, new_v = keys_of(name, to)
     g = state.piece(g_key, new_g)
     return [
@@ -232,6 +231,8 @@ class Shards(Mapping[str, Tensor]):
     def piece(self, key: str, new: str) -> Piece:
         """A tensor to be written as it is under a new key, without reading it now."""
         view = self.shards[self.home[key]].get_slice(key)
+        if view.get_dtype() not in DTYPES:
+            raise CheckpointError(f"{key} is of type {view.get_dtype()}, which is not known here")
         return Piece(new, view.get_dtype(), tuple(view.get_shape()), partial(self.__getitem__, key))
 
 

@@ -238,13 +238,15 @@ class ConvertOptions:
     """torch's newer keys, its older ones (weight_g, weight_v), or plain weights."""
     weights: tuple[str, ...] = ()
     """Plain weights to decompose, by name or pattern such as '*.weight'."""
+    dim: int | Literal["infer"] | None = "infer"
+    """The kept axis, where shapes do not tell it: a flat g, or plain weights (else 0)."""
 
 
 def convert(words: list[str]) -> int:
     """Move a checkpoint between torch's old keys, its new ones, and plain weights."""
     options = parse(ConvertOptions, words, "convert", convert)
-    names = convert_file(options.source, options.target, options.to, options.weights)
-    _say(OUT, f"{options.target}: {len(names)} normalized weights read, written as {options.to}")
+    names = convert_file(options.source, options.target, options.to, options.weights, options.dim)
+    _say(OUT, f"{options.target}: {len(names)} normalized weights, written as {options.to}")
     return 0
 
 

@@ -10,7 +10,6 @@ A row of them is (p_y, p_x, log δ, log σ², log γ):
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ class Window(NamedTuple):
 
     centre: Tensor  # (B, 2): y, x
     stride: Tensor  # (B, 1)
-    half_precision: Tensor  # (B, 1): 1/(2σ²)
+    precision: Tensor  # (B, 1): 1/σ²
     gamma: Tensor  # (B, 1)
 
 
@@ -41,13 +40,12 @@ class Attention(nn.Module):
     def __init__(self, size: int, side: int) -> None:
         super().__init__()
         self.size, self.side = size, side
-        stride = (side - 1) / (size - 1)
         constants = {
             "offsets": torch.arange(size).unsqueeze(1) - size / 2 + 0.5,  # (N, 1), in strides
             "pixels": torch.arange(float(side)),
-            # The five numbers as centre and logarithms of the rest: one affine map.
+            # The five numbers → centre y, x, log δ, log 1/σ², log γ.
             "scale": torch.tensor([side / 2, side / 2, 1, -1, 1]),
-            "shift": torch.tensor([side / 2, side / 2, math.log(stride), -math.log(2), 0]),
+            "shift": torch.tensor([side / 2, side / 2, 0, 0, 0]),
         }
         for name, value in constants.items():
             self.register_buffer(name, value, persistent=False)
@@ -55,13 +53,14 @@ class Attention(nn.Module):
     def window(self, numbers: Tensor) -> Window:
         """(B, 5) → where the grid of each image lies."""
         centre, logs = torch.addcmul(self.shift, numbers, self.scale).split([2, 3], 1)
-        return Window(centre, *logs.exp().split(1, 1))
+        delta, precision, gamma = logs.exp().split(1, 1)
+        return Window(centre, delta * ((self.side - 1) / (self.size - 1)), precision, gamma)
 
     def filters(self, window: Window) -> tuple[Tensor, Tensor]:
         """F_y and F_x, (B, N, side) each: the filters' weights on the pixels of their axis."""
-        stride, half_precision = (t.view(-1, 1, 1, 1) for t in window[1:3])
+        stride, precision = (t.view(-1, 1, 1, 1) for t in (window.stride, window.precision))
         mean = window.centre[:, :, None, None] + stride * self.offsets  # (B, 2, N, 1)
-        weights = (-half_precision * (self.pixels - mean).square()).exp()  # (B, 2, N, side)
+        weights = (-0.5 * precision * (self.pixels - mean).square()).exp()  # (B, 2, N, side)
         y, x = (weights / (weights.sum(-1, keepdim=True) + TOLERANCE)).unbind(1)
         return y, x
 

@@ -142,6 +142,11 @@ class DRAW(nn.Module):
     The number of steps is that of the noise.
     """
 
+    reader: Attention
+    writer: Attention
+    read_window: nn.Linear
+    write_window: nn.Linear
+
     def __init__(
         self,
         *,
@@ -153,16 +158,15 @@ class DRAW(nn.Module):
         attention: bool = True,
     ) -> None:
         super().__init__()
-        self.side, self.hidden, self.latent = side, hidden, latent
-        self.reader = Attention(read_size, side) if attention else None
-        self.writer = Attention(write_size, side) if attention else None
+        self.side, self.hidden, self.attention = side, hidden, attention
         glimpse = 2 * (read_size if attention else side) ** 2
         self.encoder = PeepholeLSTM(glimpse + hidden, hidden)
         self.mean = nn.Linear(hidden, latent)
         self.log_sigma = nn.Linear(hidden, latent)
         self.decoder = PeepholeLSTM(latent, hidden)
-        self.read_window = nn.Linear(hidden, NUMBERS) if attention else None
-        self.write_window = nn.Linear(hidden, NUMBERS) if attention else None
+        if attention:
+            self.reader, self.writer = Attention(read_size, side), Attention(write_size, side)
+            self.read_window, self.write_window = (nn.Linear(hidden, NUMBERS) for _ in range(2))
         self.ink = nn.Linear(hidden, (write_size if attention else side) ** 2)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -172,12 +176,12 @@ class DRAW(nn.Module):
 
     def weights(self) -> Weights:
         """The weights as they are now; see Note [once per sequence]."""
-        out = [a for a in (self.read_window, self.write_window, self.ink) if a is not None]
+        windows = (self.read_window, self.write_window) if self.attention else ()
         return Weights(
             self.encoder.weights(),
             stacked(self.mean, self.log_sigma),
             self.decoder.weights(),
-            stacked(*out),
+            stacked(*windows, self.ink),
         )
 
     def forward(self, x: Tensor, noise: Tensor) -> Bound:
@@ -202,7 +206,7 @@ class DRAW(nn.Module):
 
     def look(self, x: Tensor, error: Tensor, state: State) -> tuple[Tensor, ...]:
         """What the encoder sees of the image and of what it lacks."""
-        if self.reader is None:
+        if not self.attention:
             return x, error
         return (self.reader.read((x, error), self.reader.window(state.read)),)
 
@@ -210,7 +214,7 @@ class DRAW(nn.Module):
         """What a latent makes of the canvas."""
         decoder = lstm(w.decoder, state.decoder, z)
         read, write, ink = self._laid(w.out(decoder.h))
-        if self.writer is not None:
+        if self.attention:
             ink = self.writer.write(ink, self.writer.window(write))
         return State(state.canvas + ink, state.encoder, decoder, read, write)
 
@@ -227,7 +231,7 @@ class DRAW(nn.Module):
 
     def box(self, state: State) -> Tensor:
         """The square last written to: centre y, x and side, in pixels."""
-        if self.writer is None:
+        if not self.attention:
             whole = state.canvas.new_tensor([self.side / 2 - 0.5] * 2 + [self.side - 1])
             return whole.expand(len(state.canvas), 3)
         centre, stride, *_ = self.writer.window(state.write)
@@ -246,7 +250,7 @@ class DRAW(nn.Module):
         self.step = torch.compile(self.step, *args, **kwargs)  # type: ignore[method-assign]
 
     def _laid(self, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        numbers = 0 if self.writer is None else NUMBERS
+        numbers = NUMBERS if self.attention else 0
         read, write, ink = out.split([numbers, numbers, out.shape[1] - 2 * numbers], 1)
         return read, write, ink
 

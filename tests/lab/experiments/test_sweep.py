@@ -22,8 +22,9 @@ from weightnorm import Parameterization
 from weightnorm.lab import cli
 from weightnorm.lab.experiments import classify, sweep, workers
 from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, what
+from weightnorm.lab.experiments.outcome import Cell, SweepResult, render, summarize
 from weightnorm.lab.experiments.run import RunError
-from weightnorm.lab.experiments.sweep import Cell, Grid, SweepResult, flags, render, summarize
+from weightnorm.lab.experiments.sweep import Grid, flags
 from weightnorm.lab.records import RunRecord, append_row, write_json
 
 WN, STANDARD = Parameterization.WEIGHT_NORM, Parameterization.STANDARD

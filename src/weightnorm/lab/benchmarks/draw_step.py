@@ -8,9 +8,7 @@ and with torch's parametrization, which then computes every weight anew at each 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parametrizations
 
 from weightnorm import weight_norm_model
+from weightnorm.lab.benchmarks.side_by_side import interleaved
 from weightnorm.lab.models.draw import DRAW, Bound, Cell, gated, kl_from_standard_normal
 
 
@@ -54,8 +53,8 @@ def torchs_weight_norm(model: nn.Module) -> None:
 NETWORKS: dict[str, tuple[type[DRAW], Callable[[DRAW], object]]] = {
     "standard": (DRAW, lambda model: None),
     "weight norm": (DRAW, weight_norm_model),
-    "standard, layer by layer": (LayerByLayer, lambda model: None),
-    "torch's weight norm, layer by layer": (LayerByLayer, torchs_weight_norm),
+    "layer by layer": (LayerByLayer, lambda model: None),
+    "layer by layer, torch's": (LayerByLayer, torchs_weight_norm),
 }
 
 
@@ -82,21 +81,9 @@ def training_step(model: DRAW, x: Tensor, noise: Tensor) -> Callable[[], None]:
     return step
 
 
-def interleaved(
-    steps: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]
-) -> dict[str, float]:
-    """The median time of each, all taking turns; the first round is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            began = clock()
-            step()
-            taken[name].append(clock() - began)
-    return {name: median(times[1:]) for name, times in taken.items()}
-
-
-def main(words: list[str] | None = None) -> None:
-    options = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def main(words: list[str] | None = None) -> dict[str, float]:
+    """Print the table; the median seconds of each network."""
+    options = argparse.ArgumentParser(description="What a training step of DRAW costs.")
     options.add_argument("--steps", type=int, default=64, help="steps of a drawing")
     options.add_argument("--hidden", type=int, default=256, help="units of each LSTM")
     options.add_argument("--batch-size", type=int, default=100)
@@ -108,12 +95,14 @@ def main(words: list[str] | None = None) -> None:
     noise = torch.randn(given.steps, given.batch_size, 100)
     made = networks(given.hidden)
     steps = {name: training_step(model, x, noise) for name, model in made.items()}
-    seconds = interleaved(steps, given.rounds, time.perf_counter)
-    table = Table("network", "ms a training step", "to standard", "to standard, layer by layer")
+    seconds = interleaved(steps, given.rounds)
+    bases = ("standard", "layer by layer")
+    table = Table("network", "ms a step", *(f"to {base}" for base in bases))
     for name, value in seconds.items():
-        ratios = (value / seconds[base] for base in ("standard", "standard, layer by layer"))
-        table.add_row(name, f"{1000 * value:.1f}", *(f"{ratio:.3f}" for ratio in ratios))
+        ratios = (f"{value / seconds[base]:.3f}" for base in bases)
+        table.add_row(name, f"{1000 * value:.1f}", *ratios)
     Console().print(table)
+    return seconds
 
 
 if __name__ == "__main__":

@@ -210,16 +210,16 @@ def drawings(album: Album, name: str, of: str) -> list[Picture]:
 
 
 def squared(canvas: Pixels, box: NDArray[np.float32]) -> Pixels:
-    """A canvas, enlarged and in colour, with a thin square around what `box` says."""
+    """A canvas, enlarged and in colour, with a thin square: what is of `box` within it."""
     image = np.repeat(canvas.repeat(ZOOM, 0).repeat(ZOOM, 1)[..., None], 3, 2)
-    height, width = image.shape[:2]
     y, x, side = box.tolist()
-    top, bottom = (round((y + sign * side / 2 + 0.5) * ZOOM) for sign in (-1, 1))
-    left, right = (round((x + sign * side / 2 + 0.5) * ZOOM) for sign in (-1, 1))
-    for row in (top, bottom):
-        if 0 <= row < height:
-            image[row, max(left, 0) : max(right + 1, 0)] = SQUARE
-    for column in (left, right):
-        if 0 <= column < width:
-            image[max(top, 0) : max(bottom + 1, 0), column] = SQUARE
+    edges = [
+        [round((centre + sign * side / 2 + 0.5) * ZOOM) for sign in (-1, 1)] for centre in (y, x)
+    ]
+    (top, bottom), (left, right) = (
+        [min(max(edge, 0), size - 1) for edge in pair]
+        for pair, size in zip(edges, image.shape, strict=False)
+    )
+    image[[top, bottom], left : right + 1] = SQUARE
+    image[top : bottom + 1, [left, right]] = SQUARE
     return image

@@ -41,6 +41,7 @@ LAB = {
     "models": (set(), True, {"torch"}),
     "experiments": ({"data", "models", "records"}, True, {"numpy", "torch", "rich", "ray"}),
     "claims": ({"data", "experiments", "models", "records"}, True, {"torch", "rich"}),
+    "benchmarks": ({"models"}, True, {"torch", "rich"}),
     "reports": ({"records"}, False, {"numpy", "matplotlib", "PIL", "jinja2"}),
     "safetensors_writer": (set(), False, {"torch"}),
     "checkpoint_files": ({"records", "safetensors_writer"}, True, {"torch", "safetensors"}),

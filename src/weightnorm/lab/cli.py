@@ -22,7 +22,7 @@ from weightnorm.lab.checkpoint_files import FileError, convert_file, inspect_fil
 from weightnorm.lab.data import fetch
 from weightnorm.lab.data.catalog import DATA_SETS
 from weightnorm.lab.data.fetch import DataError
-from weightnorm.lab.experiments import classify
+from weightnorm.lab.experiments import classify, draw
 from weightnorm.lab.experiments.checkpoints import CheckpointError
 from weightnorm.lab.experiments.config import ConfigError
 from weightnorm.lab.experiments.outcome import render
@@ -38,7 +38,7 @@ from weightnorm.lab.parsing import (
 )
 from weightnorm.lab.records import RecordError
 
-EXPERIMENTS: dict[str, ModuleType] = {"classify": classify}
+EXPERIMENTS: dict[str, ModuleType] = {"classify": classify, "draw": draw}
 OUT, ERR = Console(), Console(stderr=True)
 
 
@@ -238,13 +238,15 @@ class ConvertOptions:
     """torch's newer keys, its older ones (weight_g, weight_v), or plain weights."""
     weights: tuple[str, ...] = ()
     """Plain weights to decompose, by name or pattern such as '*.weight'."""
+    dim: int | Literal["infer"] | None = "infer"
+    """The kept axis, where shapes do not tell it: a flat g, or plain weights (else 0)."""
 
 
 def convert(words: list[str]) -> int:
     """Move a checkpoint between torch's old keys, its new ones, and plain weights."""
     options = parse(ConvertOptions, words, "convert", convert)
-    names = convert_file(options.source, options.target, options.to, options.weights)
-    _say(OUT, f"{options.target}: {len(names)} normalized weights read, written as {options.to}")
+    names = convert_file(options.source, options.target, options.to, options.weights, options.dim)
+    _say(OUT, f"{options.target}: {len(names)} normalized weights, written as {options.to}")
     return 0
 
 

@@ -98,8 +98,8 @@ def run(words: list[str]) -> int:
 class SweepOptions:
     """The grid. Any setting of the experiment may follow as a flag; see its own --help."""
 
-    parameterizations: tuple[Parameterization, ...] = tuple(Parameterization)
-    """Which of the five."""
+    parameterizations: tuple[Parameterization, ...] = ()
+    """Which; by default, all that the experiment compares."""
     learning_rates: tuple[float, ...] = ()
     """Learning rates; by default, for each parameterization what the paper chose."""
     seeds: tuple[int, ...] = (1,)
@@ -108,8 +108,9 @@ class SweepOptions:
     """Runs at a time on this machine; its threads are split between them."""
     cluster: str | None = None
     """Run on this Ray cluster instead: an address, or auto. The runs folder must be shared."""
-    metric: str = "test_error"
-    """The result that decides which learning rate is best: lowest wins."""
+    metric: str | None = None
+    """The result that decides which learning rate is best, lowest wins; by default the
+    experiment's own."""
 
 
 def sweep_(words: list[str]) -> int:
@@ -117,10 +118,11 @@ def sweep_(words: list[str]) -> int:
     module, rest = _experiment(words, "sweep")
     options, rest = parse_known(SweepOptions, rest, f"sweep {module.NAME}", sweep_)
     refuse_singular(rest, SweepOptions)
+    base = parse_config(module, rest, f"sweep {module.NAME}")
     grid = Grid(
         experiment=module.NAME,
-        base=parse_config(module, rest, f"sweep {module.NAME}"),
-        parameterizations=options.parameterizations,
+        base=base,
+        parameterizations=options.parameterizations or tuple(module.LEARNING_RATES[base.preset]),
         learning_rates=options.learning_rates,
         seeds=options.seeds,
     )
@@ -128,9 +130,8 @@ def sweep_(words: list[str]) -> int:
 
 
 def _sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
-    result = sweep(
-        grid, jobs=options.jobs, cluster=options.cluster, metric=options.metric, console=ERR
-    )
+    metric = options.metric or EXPERIMENTS[grid.experiment].METRIC
+    result = sweep(grid, jobs=options.jobs, cluster=options.cluster, metric=metric, console=ERR)
     OUT.print(render(result))
     if result.interrupted:
         _say_how_to_go_on(words)

@@ -5,7 +5,8 @@ A run's folder holds
 - ``config.json``: experiment, preset and every field of the config;
 - ``sessions.jsonl``: a line for each time it was started: commit, versions, device, threads;
 - ``metrics.jsonl``: a line for each epoch;
-- ``result.json``: the outcome; there only once the run has finished.
+- ``result.json``: the outcome; there only once the run has finished;
+- ``*.npz``: arrays to be shown as pictures, samples for instance, where the experiment keeps some.
 
 Whole files are replaced atomically. Lines are appended; a half-written one is dropped on reading.
 A number that is not finite is written as null.

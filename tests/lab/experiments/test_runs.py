@@ -12,11 +12,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from commands import BASE, environment, run_folder, started, wait_for, weightnorm
+from weightnorm.lab.experiments import classify
+from weightnorm.lab.experiments.run import Run
 from weightnorm.lab.records import load_record
 
 TINY = ("run", "classify", "--preset", "demo", "--epochs", 4, "--limit", 300, "--batch-size", 20)
@@ -279,6 +283,30 @@ def test_two_ranks_are_one_process_with_the_same_batch(tmp_path):
     ]
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], atol=1e-3, rtol=1e-3)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_good(tmp_path):
+    words = tiny(tmp_path, "--parameterization", "standard", "--checkpoint-seconds", 0)
+    code, _, err = weightnorm(*words, "--learning-rate", 1e30)
+    assert code == 1
+    assert re.search(r"not finite at epoch 1, step \d+: .*loss nan", err)
+    assert re.search(r"longest weights.*\d\.weight", err)
+    folder = run_folder(tmp_path)
+    failed, before = (
+        torch.load(folder / name, weights_only=True) for name in ("failed.pt", "checkpoint.pt")
+    )
+    assert failed["step"] == before["step"] + 1
+    assert not failed["totals"]["loss"].isfinite()
+    assert before["totals"]["loss"].isfinite()
+    assert not (folder / "result.json").exists()
+
+
+def test_arrays_are_kept_beside_the_record(tmp_path):
+    config = replace(classify.PRESETS["demo"], runs=tmp_path)
+    with Run("classify", config, classify.PRESETS) as run:
+        run.keep("samples", images=torch.arange(6).view(2, 3))
+    with np.load(run.folder / "samples.npz") as arrays:
+        assert arrays["images"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_every_flag_is_explained_and_a_misspelt_one_is_refused():

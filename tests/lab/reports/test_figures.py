@@ -1,14 +1,17 @@
 """A plot as matplotlib has it, before it is saved."""
 
+import io
 import math
 
 import matplotlib.style
+import numpy as np
 import pytest
 from matplotlib.colors import to_hex
+from PIL import Image, ImageSequence
 
-from weightnorm.lab.reports.figures import LEGEND_WIDTH, STYLE, draw, figure
+from weightnorm.lab.reports.figures import LEGEND_WIDTH, STYLE, draw, figure, picture_files
 from weightnorm.lab.reports.looks import LOOKS
-from weightnorm.lab.reports.section import Line, Plot
+from weightnorm.lab.reports.section import Line, Picture, Plot
 
 
 def line(kind="weight-norm", x=(1.0, 2.0, 3.0), y=(30.0, 20.0, 10.0), **changes):
@@ -78,11 +81,41 @@ def test_the_legend_covers_no_curve_and_leaves_no_name_out():
 def test_gaps_and_dollars_are_drawn():
     gap = plot(line(name="$x$ costs $5", y=(30.0, math.nan, 10.0)))
     (picture,) = draw([gap]).values()
-    assert b"$x$ costs $5" in picture.svg
-    assert b"NaN" not in picture.svg.replace(b"nan", b"NaN")
+    assert b"$x$ costs $5" in picture.files["svg"]
+    assert b"NaN" not in picture.files["svg"].replace(b"nan", b"NaN")
 
 
 def test_two_plots_of_one_name_are_two_pictures():
     first, second = plot(line()), plot(line("standard"))
     pictures = draw([first, second])
     assert [pictures[one].name for one in (first, second)] == ["name", "name-2"]
+
+
+def decoded(files):
+    ((kind, content),) = files.items()
+    image = Image.open(io.BytesIO(content))
+    frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+    return kind, frames, image.info
+
+
+@pytest.mark.parametrize("colour", [(), (3,)])
+def test_a_picture_is_a_png_with_square_pixels(colour):
+    pixels = np.random.default_rng(1).integers(0, 256, (1, 8, 20, *colour), np.uint8)
+    kind, (frame,), _ = decoded(picture_files(Picture("a", "A", "Words.", pixels)))
+    assert kind == "png"
+    assert frame.shape == (8 * 32, 20 * 32, 3)
+    large = np.repeat(np.repeat(pixels[0], 32, 0), 32, 1)
+    assert (frame == (large if colour else large[..., None])).all()
+
+
+def test_frames_move():
+    pixels = np.zeros((3, 4, 4), np.uint8)
+    pixels[1:, 1], pixels[2, :, 2] = 255, 255
+    kind, frames, info = decoded(picture_files(Picture("a", "A", "Words.", pixels, seconds=0.2)))
+    assert (kind, info["duration"], info["loop"]) == ("gif", 200, 0)
+    assert [frame[::160, ::160, 0].tolist() for frame in frames] == pixels.tolist()
+
+
+def test_wide_pictures_keep_their_size():
+    _, (frame,), _ = decoded(picture_files(Picture("a", "A", "B.", np.zeros((1, 2, 900), "u1"))))
+    assert frame.shape[:2] == (2, 900)

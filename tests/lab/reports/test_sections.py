@@ -11,7 +11,7 @@ from weightnorm.lab.reports.settings import settings
 
 
 def plot(section: Section, ending: str) -> Plot:
-    (found,) = (one for one in section.plots if one.name.endswith(ending))
+    (found,) = (one for one in section.figures if one.name.endswith(ending))
     return found
 
 
@@ -112,7 +112,7 @@ def test_lengths_are_drawn_for_normalized_weights_only(grid):
 
 def test_no_figure_without_a_line(run):
     section = classify.section([run(parameterization="standard")])
-    assert [one.name for one in section.plots] == [
+    assert [one.name for one in section.figures] == [
         "classify-cpu-train-error",
         "classify-cpu-test-error",
     ]
@@ -152,7 +152,7 @@ def test_an_unfinished_run_is_drawn_dashed_and_counted_nowhere(run):
 
 def test_a_run_of_no_epochs_is_only_named(run):
     section = classify.section([run(done=0)])
-    assert section.plots == ()
+    assert section.figures == ()
     assert rows(section, "Errors")["weight norm"]["test error, %"] == "—"
     assert rows(section, "Not finished")["weight norm"]["how far"] == "epoch 0 of 4"
 
@@ -167,7 +167,7 @@ def test_null_metrics_leave_gaps(run):
 def test_each_preset_has_its_own_part(run):
     section = classify.section([run(), run(label="cpu+epochs=3", epochs=3)])
     assert [part.title for part in section.content] == ["classify: cpu", "classify: cpu+epochs=3"]
-    assert len({one.name for one in section.plots}) == len(section.plots) == 8
+    assert len({one.name for one in section.figures}) == len(section.figures) == 8
 
 
 def test_settings_tell_what_is_common_and_what_differs(run):
@@ -196,8 +196,8 @@ def test_an_unknown_experiment_shows_every_metric(run):
         for seed in (1, 2)
     ]
     section = generic.section(records)
-    assert [one.title for one in section.plots][:2] == ["Train loss", "Train error"]
-    assert {one.title for one in section.plots} >= {"V norm", "Seconds", "Test loss"}
+    assert [one.title for one in section.figures][:2] == ["Train loss", "Train error"]
+    assert {one.title for one in section.figures} >= {"V norm", "Seconds", "Test loss"}
     drawn = plot(section, "vae-cpu-train-error").lines
     names = ["parameterization weight-norm, n = 2", "parameterization standard, n = 2"]
     assert [line.name for line in drawn] == names

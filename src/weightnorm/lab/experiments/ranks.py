@@ -53,9 +53,11 @@ class Ranks:
             dist.all_reduce(x)
         return x
 
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
-        return bool(self.sum(torch.tensor(float(flag)))) if self.world > 1 else flag
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether any rank says so; in one message."""
+        if self.world == 1:
+            return list(flags)
+        return [count > 0 for count in self.sum(torch.tensor(flags, dtype=torch.float32)).tolist()]
 
     def gather(self, thing: Any) -> list[Any]:
         """Every rank's thing, on every rank."""

@@ -20,6 +20,8 @@ bits: the order of the data follows from seed and epoch, and a checkpoint holds 
 from __future__ import annotations
 
 import fcntl
+import io
+import math
 import shlex
 import signal
 import time
@@ -28,9 +30,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
 
+import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightnorm.lab.experiments.checkpoints import load_checkpoint, save_checkpoint
 from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, recorded, what
@@ -43,6 +46,7 @@ from weightnorm.lab.records import (
     keep_rows,
     load_record,
     read_rows,
+    write_atomically,
     write_json,
 )
 
@@ -192,8 +196,8 @@ class Run:
                 keep_rows(self.folder / "metrics.jsonl", self.rows)
         return state is not None
 
-    def save(self) -> None:
-        """Write a checkpoint."""
+    def save(self, path: Path | None = None) -> None:
+        """Write a checkpoint; elsewhere than in its usual place if told so."""
         random = self.ranks.gather(_random_state())
         if self.ranks.first:
             state = {
@@ -205,7 +209,7 @@ class Run:
                 "random": random,
                 "states": {name: thing.state_dict() for name, thing in self.stateful.items()},
             }
-            save_checkpoint(self.folder / "checkpoint.pt", state)
+            save_checkpoint(path or self.folder / "checkpoint.pt", state)
 
     # — the loop —
 
@@ -220,7 +224,7 @@ class Run:
             self.epoch += 1
             self.step, self.totals, self.seconds = 0, {}, 0.0
             self.save()
-            self._stop_if_asked()
+            self._stop_if(*self.ranks.any(self._stop))
 
     def batches(self, examples: int, size: int) -> Iterator[Tensor]:
         """This rank's rows of each minibatch still to do in this epoch, reshuffled every epoch."""
@@ -238,10 +242,16 @@ class Run:
             live = now - shown > LIVE_SECONDS
             self._reporter.step(self.step, self._live() if live else "")
             shown = now if live else shown
-            if self.ranks.any(now - saved > self.config.checkpoint_seconds):
+            due = now - saved > self.config.checkpoint_seconds
+            # On an accelerator looking at the sums waits for it, so not at every step.
+            broken = (live or due or self.device.type == "cpu") and not self._finite()
+            stop, due, broken = self.ranks.any(self._stop, due, broken)
+            if broken:
+                self._fail()
+            if due:
                 self.save()
                 saved = time.monotonic()
-            self._stop_if_asked()
+            self._stop_if(stop)
 
     def add(self, **amounts: Tensor | float) -> None:
         """Add to this epoch's sums, on the device and without waiting for it."""
@@ -259,6 +269,8 @@ class Run:
 
     def log(self, **metrics: float) -> None:
         """Record an epoch: a line of metrics.jsonl, TensorBoard, and the screen."""
+        if any(self.ranks.any(not self._finite())):
+            self._fail()
         row = {"epoch": self.epoch + 1, **metrics, "seconds": round(self.seconds, 3)}
         self.rows += 1
         if self.ranks.first:
@@ -268,6 +280,14 @@ class Run:
                     self._events.add_scalar(name, value, self.epoch + 1)
             self._events.flush()
             self._reporter.row(_shown(metrics))
+
+    def keep(self, name: str, **arrays: Tensor) -> None:
+        """Write arrays (samples, say) beside the record as ``name.npz``, for the report to draw."""
+        if self.ranks.first:
+            memory = io.BytesIO()
+            plain: dict[str, Any] = {key: x.cpu().numpy() for key, x in arrays.items()}
+            np.savez_compressed(memory, **plain)
+            write_atomically(self.folder / f"{name}.npz", memory.getvalue())
 
     @property
     def last(self) -> dict[str, Any]:
@@ -282,10 +302,38 @@ class Run:
         self.ranks.gather(None)
         return load_record(self.folder)
 
-    def _stop_if_asked(self) -> None:
-        if self.ranks.any(self._stop):
+    def _stop_if(self, asked: bool) -> None:
+        if asked:
             self.save()
             raise Interrupted(str(self.folder))
+
+    def _finite(self) -> bool:
+        return all(math.isfinite(total) for total in self.totals.values())
+
+    def _fail(self) -> None:
+        """The sums are not finite: keep the state as it is, beside the last good checkpoint."""
+        state = self.folder / "failed.pt"
+        self.save(state)
+        sums = ", ".join(f"{name} {float(value):g}" for name, value in self.totals.items())
+        raise RunError(
+            f"not finite at epoch {self.epoch + 1}, step {self.step}: {sums}.\n"
+            f"The longest weights, each the norm of its longest unit: {self._longest()}.\n"
+            f"The state is in {state}; the checkpoint from before it is kept. "
+            "A smaller --learning-rate is the usual way out"
+        )
+
+    def _longest(self, count: int = 5) -> str:
+        model = self.stateful.get("model")
+        if not isinstance(model, nn.Module):
+            return "no model"
+        norms = {
+            name: p.detach().flatten(1).norm(dim=1).max().item()
+            for name, p in model.named_parameters()
+            if p.dim() > 1
+        }
+        # Those that are not numbers first.
+        longest = sorted(norms, key=lambda name: (norms[name] == norms[name], -norms[name]))
+        return ", ".join(f"{name} {norms[name]:.4g}" for name in longest[:count])
 
     def _live(self) -> str:
         count = self.totals.get("count")

@@ -319,23 +319,33 @@ def _rank(cell: Cell) -> tuple[bool, float, int, float]:
 
 
 def render(result: SweepResult) -> Table:
-    """The cells as a table; the best learning rate of each parameterization stands out."""
-    table = Table("parameterization", "learning rate", result.metric.replace("_", " "), "n", "")
-    for how, cells in groupby(
-        summarize(result.records, result.metric), key=lambda cell: cell.parameterization
-    ):
-        for i, cell in enumerate(cells):
-            style = "bold" if cell.best else ""
-            table.add_row("" if i else how, *_cells(cell), style=style)
+    """The cells as a table, the metric that decides first; the best learning rate of each
+    parameterization stands out."""
+    metrics = [result.metric, *_others(result)]
+    names = [metric.replace("_", " ") for metric in metrics]
+    table = Table("parameterization", "learning rate", *names, "n", "")
+    columns = [summarize(result.records, metric) for metric in metrics]
+    for how, rows in groupby(zip(*columns, strict=True), key=lambda row: row[0].parameterization):
+        for i, row in enumerate(rows):
+            style = "bold" if row[0].best else ""
+            table.add_row("" if i else how, *_cells(row), style=style)
         table.add_section()
     return table
 
 
-def _cells(cell: Cell) -> tuple[str, ...]:
-    value = "–" if cell.mean is None else f"{_shown(cell.mean)} ± {_shown(cell.std, 2)}"
+def _others(result: SweepResult) -> list[str]:
+    """The other numbers that every finished run has, but for its time."""
+    results = [set(record.result) for record in result.records if record.result is not None]
+    common = set.intersection(*results) if results else set()
+    return sorted(common - {result.metric, "seconds"})
+
+
+def _cells(row: Sequence[Cell]) -> tuple[str, ...]:
+    cell = row[0]
+    values = ["–" if x.mean is None else f"{_shown(x.mean)} ± {_shown(x.std, 2)}" for x in row]
     notes = {"diverged": cell.diverged, "unfinished": cell.unfinished}
     words = ["best"] * cell.best + [f"{n} {word}" for word, n in notes.items() if n]
-    return f"{cell.learning_rate:g}", value, str(cell.n), ", ".join(words)
+    return f"{cell.learning_rate:g}", *values, str(cell.n), ", ".join(words)
 
 
 def _shown(value: object, digits: int = 4) -> str:

@@ -32,7 +32,7 @@ class ReportFiles:
 
 
 def report(root: Path, out: Path) -> ReportFiles:
-    """Write out/index.html and out/figures/*.{png,svg} about every run below `root`.
+    """Write out/index.html and out/figures/* about every run below `root`.
 
     The same records give the same bytes.
     """
@@ -41,12 +41,13 @@ def report(root: Path, out: Path) -> ReportFiles:
         SECTIONS.get(experiment, generic.section)(runs)
         for experiment, runs in sorted(grouped(records, lambda r: r.experiment).items())
     ]
-    pictures = draw(plot for section in sections for plot in section.plots)
-    files = {}
-    for picture in pictures.values():
-        files[f"figures/{picture.name}.png"] = picture.png
-        files[f"figures/{picture.name}.svg"] = picture.svg
-    page = render(sections, pictures, records, problems)
+    drawings = draw(item for section in sections for item in section.figures)
+    files = {
+        f"figures/{drawing.name}.{kind}": content
+        for drawing in drawings.values()
+        for kind, content in drawing.files.items()
+    }
+    page = render(sections, drawings, records, problems)
     _write(out, {**files, "index.html": page.encode()})
     return ReportFiles(out / "index.html", tuple(out / name for name in files), tuple(problems))
 

@@ -1,4 +1,4 @@
-"""Plots drawn: plots in, pictures out; the same plots always give the same bytes."""
+"""Figures as files: plots drawn, pictures encoded; the same figures always give the same bytes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import matplotlib.style
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from PIL import Image
 
 from weightnorm.lab.reports.looks import INK
-from weightnorm.lab.reports.section import Line, Plot
+from weightnorm.lab.reports.section import Line, Picture, Plot
 
 PAPER = "#ffffff"
 WIDTH, HEIGHT, LEGEND_ROW = 5.0, 3.5, 0.21
 """Inches; narrow enough that text stays readable on a phone."""
 LEGEND_WIDTH = 57
 """Characters."""
+PICTURE_WIDTH = 640
+"""Pixels that a picture is enlarged to, at most."""
 MARKERS = 8
 """On a long line."""
 STYLE = {
@@ -42,29 +46,52 @@ STYLE = {
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A plot as files, and the name they go by."""
+class Drawing:
+    """A figure as files, and the name they go by."""
 
     name: str
-    svg: bytes
-    png: bytes
+    files: dict[str, bytes]
+    """Ending → content; the page shows the first."""
 
 
-def draw(plots: Iterable[Plot]) -> dict[Plot, Picture]:
-    """A picture of each plot, no two of one name."""
-    pictures: dict[Plot, Picture] = {}
+def draw(figures: Iterable[Plot | Picture]) -> dict[Plot | Picture, Drawing]:
+    """A drawing of each figure, no two of one name."""
+    drawings: dict[Plot | Picture, Drawing] = {}
     names: set[str] = set()
-    for plot in plots:
-        choices = (f"{plot.name}-{i}" if i > 1 else plot.name for i in range(1, len(names) + 2))
+    for item in figures:
+        choices = (f"{item.name}-{i}" if i > 1 else item.name for i in range(1, len(names) + 2))
         name = next(choice for choice in choices if choice not in names)
         names.add(name)
-        # The house's style whatever the user's is; ids in the SVG follow from the name.
-        with matplotlib.style.context(["default", {**STYLE, "svg.hashsalt": name}]):
-            drawing = figure(plot)
-            nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            svg, png = _saved(drawing, "svg", nothing), _saved(drawing, "png", {"Software": None})
-        pictures[plot] = Picture(name, svg, png)
-    return pictures
+        files = plot_files(item, name) if isinstance(item, Plot) else picture_files(item)
+        drawings[item] = Drawing(name, files)
+    return drawings
+
+
+def plot_files(plot: Plot, name: str) -> dict[str, bytes]:
+    """A plot as SVG and PNG, in the house's style whatever the user's is; ids in the SVG follow
+    from the name."""
+    with matplotlib.style.context(["default", {**STYLE, "svg.hashsalt": name}]):
+        drawing = figure(plot)
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        return {
+            "svg": _saved(drawing, "svg", nothing),
+            "png": _saved(drawing, "png", {"Software": None}),
+        }
+
+
+def picture_files(picture: Picture) -> dict[str, bytes]:
+    """A picture as PNG, or as a GIF that repeats if there are several frames; small ones enlarged
+    by a whole factor, so that pixels stay squares."""
+    factor = max(1, PICTURE_WIDTH // picture.frames.shape[2])
+    frames = [
+        Image.fromarray(np.kron(frame, np.ones((factor, factor, 1)[: frame.ndim], np.uint8)))
+        for frame in picture.frames
+    ]
+    buffer, kind = io.BytesIO(), "png" if len(frames) == 1 else "gif"
+    moving = {"save_all": True, "append_images": frames[1:], "loop": 0}
+    moving["duration"] = round(1000 * picture.seconds)
+    frames[0].save(buffer, kind, **(moving if kind == "gif" else {"optimize": True}))
+    return {kind: buffer.getvalue()}
 
 
 def figure(plot: Plot) -> Figure:

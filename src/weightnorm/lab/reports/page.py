@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import html
 import re
+from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from weightnorm.lab.records import RunRecord
-from weightnorm.lab.reports.figures import PAPER, Picture
+from weightnorm.lab.reports.figures import PAPER, Drawing
 from weightnorm.lab.reports.looks import INK
-from weightnorm.lab.reports.section import Plot, Section
+from weightnorm.lab.reports.section import Picture, Plot, Section
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -26,27 +27,35 @@ TEMPLATES = Environment(
 
 def render(
     sections: list[Section],
-    pictures: Mapping[Plot, Picture],
+    drawings: Mapping[Plot | Picture, Drawing],
     records: list[RunRecord],
     problems: list[str],
 ) -> str:
     """The page."""
     return TEMPLATES.get_template("page.html.j2").render(
         sections=sections,
-        inline={plot: inline(picture, plot.alt) for plot, picture in pictures.items()},
+        inline={item: inline(drawing, item.alt) for item, drawing in drawings.items()},
         runs=len(records),
         finished=sum(record.finished for record in records),
         problems=problems,
     )
 
 
-def inline(picture: Picture, alt: str) -> str:
-    """An SVG file as an element of the page: its ids unlike any other figure's, its ink the
-    page's own, so that it turns with the colour scheme."""
-    text = picture.svg.decode()
+def inline(drawing: Drawing, alt: str) -> str:
+    """A drawing as an element of the page."""
+    kind, content = next(iter(drawing.files.items()))
+    if kind == "svg":
+        return inline_svg(drawing.name, content.decode(), alt)
+    data = b64encode(content).decode()
+    return f'<img src="data:image/{kind};base64,{data}" alt="{html.escape(alt)}">'
+
+
+def inline_svg(name: str, text: str, alt: str) -> str:
+    """An SVG file as an element: its ids unlike any other figure's, its ink the page's own, so
+    that it turns with the colour scheme."""
     view = re.search(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', text)
     if view is None:
-        raise ValueError(f"figure {picture.name} is not an SVG with a viewBox")
-    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{picture.name}-", text[view.end() :])
+        raise ValueError(f"figure {name} is not an SVG with a viewBox")
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text[view.end() :])
     body = body.replace(INK, "currentColor").replace(PAPER, "none").strip()
     return f'<svg {view[1]} role="img" aria-label="{html.escape(alt)}">{body}'

@@ -1,10 +1,13 @@
-"""What a report says, as plain values: sections of plots and tables. Nothing is drawn here."""
+"""What a report says, as plain values: sections of plots, pictures, tables. Not drawn here."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weightnorm.lab.reports.looks import Look
 
@@ -48,6 +51,24 @@ class Plot:
         return f"{self.title}: {self.y} against {self.x}. {'; '.join(ends)}."
 
 
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """Something to look at, pixel by pixel: one frame, or several that move."""
+
+    name: str
+    """Its file name, without the ending."""
+    title: str
+    caption: str
+    frames: NDArray[np.uint8]
+    """(frames, height, width) in grey, or (frames, height, width, 3) in colour."""
+    seconds: float = 0.1
+    """For each frame."""
+
+    @property
+    def alt(self) -> str:
+        return f"{self.title}. {self.caption}"
+
+
 @dataclass(frozen=True)
 class Table:
     """A table; the first cell of a row names it."""
@@ -66,17 +87,17 @@ class Section:
 
     title: str
     intro: str
-    content: tuple[Plot | Table | Section, ...] = ()
+    content: tuple[Plot | Picture | Table | Section, ...] = ()
 
     @property
-    def plots(self) -> tuple[Plot, ...]:
-        """Every plot, at any depth, in order."""
-        found: list[Plot] = []
+    def figures(self) -> tuple[Plot | Picture, ...]:
+        """Every plot and picture, at any depth, in order."""
+        found: list[Plot | Picture] = []
         for item in self.content:
-            if isinstance(item, Plot):
+            if isinstance(item, Plot | Picture):
                 found.append(item)
             elif isinstance(item, Section):
-                found.extend(item.plots)
+                found.extend(item.figures)
         return tuple(found)
 
 

@@ -1,0 +1,39 @@
+"""Arrays that a run kept, as pictures."""
+
+from __future__ import annotations
+
+import zipfile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightnorm.lab.records import RunRecord
+
+GAP = 1
+"""Pixels between the images of a grid."""
+
+
+def kept(record: RunRecord, name: str) -> dict[str, NDArray[np.generic]]:
+    """The arrays of ``name.npz`` beside a record; none if it is not there or damaged."""
+    try:
+        with np.load(record.folder / f"{name}.npz", allow_pickle=False) as arrays:
+            return {key: arrays[key] for key in arrays.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile):
+        return {}
+
+
+def grid(images: NDArray[np.uint8], columns: int, background: int = 128) -> NDArray[np.uint8]:
+    """Images (n, height, width) or (n, height, width, 3) side by side in rows, as one.
+
+    >>> grid(np.zeros((3, 2, 2), np.uint8), columns=2).shape
+    (5, 5)
+    """
+    n, height, width, *colour = images.shape
+    rows = -(-n // columns)
+    shape = (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, *colour)
+    sheet = np.full(shape, background, np.uint8)
+    for index, image in enumerate(images):
+        row, column = divmod(index, columns)
+        y, x = row * (height + GAP), column * (width + GAP)
+        sheet[y : y + height, x : x + width] = image
+    return sheet

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -73,6 +74,16 @@ def recorded(config: RunConfig) -> dict[str, Any]:
     """The same as a record has it: after JSON."""
     fields: dict[str, Any] = json.loads(json.dumps(what(config), default=str))
     return fields
+
+
+def preset_of(presets: Mapping[str, C], name: str, data: str) -> C:
+    """A preset by its name: the one for the data, such as ``cpu cifar10``, if it has its own."""
+    return presets.get(f"{name} {data}", presets[name])
+
+
+def start_of(config: C, presets: Mapping[str, C]) -> C:
+    """The preset that a config departs from."""
+    return preset_of(presets, config.preset, getattr(config, "data", ""))
 
 
 def folder(experiment: str, config: C, preset: C) -> Path:

@@ -36,7 +36,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from weightnorm.lab.experiments.checkpoints import load_checkpoint, save_checkpoint
-from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, recorded, what
+from weightnorm.lab.experiments.config import (
+    ConfigError,
+    RunConfig,
+    folder,
+    recorded,
+    start_of,
+    what,
+)
 from weightnorm.lab.experiments.environment import environment, pick_device
 from weightnorm.lab.experiments.progress import Reporter, Silent, reporter
 from weightnorm.lab.experiments.ranks import Ranks
@@ -74,7 +81,7 @@ class Run:
     ) -> None:
         self.experiment, self.config = experiment, config
         self.console = console or Console(stderr=True)
-        self.folder = folder(experiment, config, presets[config.preset])
+        self.folder = folder(experiment, config, start_of(config, presets))
         self.device = pick_device(config.device)
         self.ranks = Ranks()
         self.epoch = self.step = self.rows = 0

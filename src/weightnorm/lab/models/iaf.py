@@ -14,6 +14,7 @@ Note [order]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -111,7 +112,7 @@ class AutoregressiveStep(nn.Module):
         super().__init__()
         ranks = [degrees(units, elements, reverse) for units in (elements, *hidden)]
         outputs = ranks[0].repeat(2)  # m and s of each element
-        masks = [mask_between(*pair, diagonal=True) for pair in zip(ranks, ranks[1:], strict=False)]
+        masks = [mask_between(*pair, diagonal=True) for pair in pairwise(ranks)]
         masks.append(mask_between(ranks[-1], outputs, diagonal=False))
         self.layers = nn.ModuleList(fresh(masked(mask), normalize) for mask in masks)
 

@@ -40,9 +40,7 @@ def bernoulli_log_likelihood(x: Tensor, logits: Tensor) -> Tensor:
     return -F.binary_cross_entropy_with_logits(logits, x, reduction="none")
 
 
-def discretized_logistic_log_likelihood(
-    pixels: Tensor, mean: Tensor, log_scale: Tensor
-) -> Tensor:
+def discretized_logistic_log_likelihood(pixels: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
     """log of the mass that a logistic distribution on the line puts on each pixel's bin.
 
     Pixel p of 0 … 255 has the bin [p, p + 1)/256; the first and the last reach out to ∓∞, so the
@@ -56,9 +54,7 @@ def discretized_logistic_log_likelihood(
     low, high = (pixels / BINS - mean) / scale, ((pixels + 1) / BINS - mean) / scale
     below_high, above_low = F.logsigmoid(high), F.logsigmoid(-low)
     inside = below_high + above_low + (-torch.expm1(-1 / (BINS * scale))).log()
-    return torch.where(
-        pixels <= 0, below_high, torch.where(pixels >= BINS - 1, above_low, inside)
-    )
+    return torch.where(pixels <= 0, below_high, torch.where(pixels >= BINS - 1, above_low, inside))
 
 
 def bits_per_dim(nats: float, dims: int) -> float:

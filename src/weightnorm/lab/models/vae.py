@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ class Terms(NamedTuple):
 
 class VAE(nn.Module, ABC):
     """log p(x) ≥ E_q[log p(x|z)] − KL(q(z|x) ‖ p(z)); called on images, it gives the two terms."""
+
+    target_std: ClassVar[dict[str, float]]
+    """For the data-dependent initialization."""
 
     @abstractmethod
     def encode(self, x: Tensor) -> Code:

@@ -7,6 +7,9 @@ the upward pass's, so that every posterior knows the image and the layers above.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,9 +22,6 @@ from weightnorm.lab.models.likelihoods import (
     discretized_logistic_log_likelihood,
 )
 from weightnorm.lab.models.vae import VAE, Code
-
-TARGET_STD = {"*": 0.1, "*.posterior.*": 1.0}
-"""For the data-dependent initialization: the authors' 0.1, and 1 where the flow has its own 0.1."""
 
 
 class LadderLayer(nn.Module):
@@ -99,6 +99,10 @@ class Cifar10VAE(VAE):
         flow_steps: of each posterior; 0 for diagonal ones.
     """
 
+    target_std: ClassVar = {"*": 0.1}  # as the authors have it
+    layers: Sequence[LadderLayer]
+    """From the image up."""
+
     def __init__(
         self,
         *,
@@ -111,12 +115,11 @@ class Cifar10VAE(VAE):
         super().__init__()
         maps = max(round(64 * width), 1)
         self.enter = fresh(nn.Conv2d(3, maps, 5, 2, padding=2), normalize)
-        self.layers = nn.ModuleList(
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
             LadderLayer(maps, latents, flow_steps, halves=size > 0 and i == 0, normalize=normalize)
             for size in range(3)
             for i in range(depth)
         )
-        """From the image up."""
         self.top = nn.Parameter(torch.zeros(maps, 1, 1))
         leave = nn.ConvTranspose2d(maps, 3, 5, 2, padding=2, output_padding=1)
         self.leave = fresh(leave, normalize)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -9,9 +11,6 @@ from weightnorm.lab.models.blocks import ResidualBlock, fresh
 from weightnorm.lab.models.iaf import Posterior
 from weightnorm.lab.models.likelihoods import Gaussian, bernoulli_log_likelihood
 from weightnorm.lab.models.vae import VAE, Code
-
-TARGET_STD = {"posterior_base": 0.1}
-"""For the data-dependent initialization: q starts near N(0, 1)."""
 
 
 class MnistVAE(VAE):
@@ -25,6 +24,8 @@ class MnistVAE(VAE):
         flow_steps: of the posterior; 0 for a diagonal one.
         side: of the images; a multiple of 4.
     """
+
+    target_std: ClassVar = {"posterior_base": 0.1}  # q starts near the prior
 
     def __init__(
         self,

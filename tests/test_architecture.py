@@ -26,7 +26,10 @@ LIBRARY = {
     "mean_only": {"collective", "kernels", "layers"},
     "data_init": {"collective", "init_report", "kernels", "layers", "mean_only", "sites"},
     "checkpoint": {"functional", "kernels", "sites"},
-    "diagnostics": {"sites"},
+    "probes": {"folding", "functional", "layers", "sites"},
+    "monitor": {"probes"},
+    "linter": {"functional", "layers", "sites"},
+    "diagnostics": {"linter", "monitor", "probes"},
     "optimizer": {"functional", "kernels", "layers"},
     "variants": {"collective", "mean_only", "reparam"},
 }

@@ -1,32 +1,30 @@
-"""Probes on a model in training: what weight norm does to its steps. All cost O(parameters)."""
+"""Eyes on a model in training: probes, a monitor that logs them, a linter."""
 
-from __future__ import annotations
+from weightnorm.linter import Finding, check
+from weightnorm.monitor import TrainingMonitor
+from weightnorm.probes import (
+    NoiseKurtosis,
+    direction_angle,
+    effective_step,
+    example_gradients,
+    excess_kurtosis,
+    gradient_covariance,
+    noise_kurtosis,
+    unit_weights,
+    weight_norms,
+)
 
-import torch
-from torch import Tensor, nn
-
-from weightnorm.sites import sites
-
-__all__ = ["effective_step", "weight_norms"]
-
-
-@torch.no_grad()
-def weight_norms(model: nn.Module) -> dict[str, Tensor]:
-    """‖v‖ of every unit of every normalized weight, by name.
-
-    Under plain gradient descent it never shrinks, and grows faster the noisier the gradient
-    (section 2.1).
-    """
-    return {site.path: site.v_norm().flatten() for site in sites(model)}
-
-
-@torch.no_grad()
-def effective_step(model: nn.Module) -> dict[str, Tensor]:
-    """|g|/‖v‖ of every unit, by name: what eq. 4 scales its gradient by. 0 for a zero row.
-
-    The direction of w turns by about learning rate × (|g|/‖v‖)·‖M∇w‖/‖v‖ in one step.
-    """
-    return {
-        site.path: torch.where(norm == 0, 0.0, site.parts().g.flatten().abs() / norm)
-        for site, norm in ((site, site.v_norm().flatten()) for site in sites(model))
-    }
+__all__ = [
+    "Finding",
+    "NoiseKurtosis",
+    "TrainingMonitor",
+    "check",
+    "direction_angle",
+    "effective_step",
+    "example_gradients",
+    "excess_kurtosis",
+    "gradient_covariance",
+    "noise_kurtosis",
+    "unit_weights",
+    "weight_norms",
+]

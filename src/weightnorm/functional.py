@@ -137,6 +137,17 @@ def project(x: Tensor, w: Tensor, dim: int | None = 0, *, groups: int = 1) -> Te
     return x - (direction.reshape(shape) * along).reshape(w.shape)
 
 
+def unit_rows(w: Tensor, dim: int | None = 0, groups: int = 1) -> Tensor:
+    """A weight as a matrix with one row for each unit, in the order of g.
+
+    >>> unit_rows(torch.zeros(4, 3, 5), 1, groups=2).shape
+    torch.Size([6, 10])
+    """
+    dim = _checked_dim(w, dim, groups)
+    blocks = w.reshape(kernels.block_shape(w.shape, dim, groups))
+    return blocks.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
 def resolve_dim(dim: int | None, ndim: int) -> int | None:
     """A real axis: negative ones count from the end, None stays None."""
     if dim is None:

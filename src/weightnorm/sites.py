@@ -95,6 +95,14 @@ class Site:
             return Parts(*(getattr(self.module, f"{self.name}_{part}") for part in "vg"))
         return Parts(self.chain.original1, self.chain.original0)
 
+    @property
+    def axis(self) -> tuple[int | None, int]:
+        """The axis that is kept, and the groups axis 0 is split into."""
+        if isinstance(self.map, WeightNorm):
+            return self.map.dim, self.map.groups
+        dim = (mechanism.hook_of(self.module, self.name) or self.map).dim
+        return (None if dim == -1 else dim), 1  # torch says −1 for no axis
+
     def parts(self) -> Parts:
         """v and g; for a log-scale g is eˢ."""
         v, g = self.stored

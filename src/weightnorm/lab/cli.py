@@ -25,8 +25,9 @@ from weightnorm.lab.data.fetch import DataError
 from weightnorm.lab.experiments import classify, vae
 from weightnorm.lab.experiments.checkpoints import CheckpointError
 from weightnorm.lab.experiments.config import ConfigError
+from weightnorm.lab.experiments.outcome import render
 from weightnorm.lab.experiments.run import Interrupted, RunError, resume_command
-from weightnorm.lab.experiments.sweep import Grid, render, sweep
+from weightnorm.lab.experiments.sweep import Grid, sweep
 from weightnorm.lab.parsing import (
     UsageError,
     nearest,

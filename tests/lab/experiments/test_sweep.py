@@ -22,8 +22,9 @@ from weightnorm import Parameterization
 from weightnorm.lab import cli
 from weightnorm.lab.experiments import classify, sweep, workers
 from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, what
+from weightnorm.lab.experiments.outcome import Cell, SweepResult, render, summarize
 from weightnorm.lab.experiments.run import RunError
-from weightnorm.lab.experiments.sweep import Cell, Grid, SweepResult, flags, render, summarize
+from weightnorm.lab.experiments.sweep import Grid, flags
 from weightnorm.lab.records import RunRecord, append_row, write_json
 
 WN, STANDARD = Parameterization.WEIGHT_NORM, Parameterization.STANDARD
@@ -50,7 +51,7 @@ def test_a_grid_is_every_combination_seed_by_seed(tmp_path):
         for rate in (0.001, 0.01)
     ]
     for job in plan:
-        assert job.folder == folder("classify", job.config, DEMO)
+        assert job.folder == folder("classify", job.config, classify.PRESETS)
         assert job.log == job.folder / "output.log"
         assert job.label == (
             f"{job.config.parameterization} lr {job.config.learning_rate} seed {job.config.seed}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class CheckpointError(Exception):
@@ -55,3 +56,18 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
 
 def previous(path: Path) -> Path:
     return path.with_name(f"{path.stem}-previous{path.suffix}")
+
+
+def random_state() -> dict[str, Tensor | list[Tensor]]:
+    """What torch draws its next random numbers from, on every device."""
+    state: dict[str, Tensor | list[Tensor]] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go back to it."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -86,11 +86,11 @@ def start_of(config: C, presets: Mapping[str, C]) -> C:
     return preset_of(presets, config.preset, getattr(config, "data", ""))
 
 
-def folder(experiment: str, config: C, preset: C) -> Path:
+def folder(experiment: str, config: C, presets: Mapping[str, C]) -> Path:
     """runs/<experiment>/<preset>/<parameterization>/lr-…/seed-…; what departs from the preset is
     named beside it, as in ``cpu+epochs=3``."""
     apart = {"learning_rate", "seed", *config.PLACE}
-    theirs = what(preset)
+    theirs = what(start_of(config, presets))
     changed = [
         f"{name.replace('_', '-')}={value}"
         for name, value in what(config).items()

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import fcntl
 import io
-import math
 import shlex
 import signal
 import time
@@ -35,18 +34,18 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from weightnorm.lab.experiments.checkpoints import load_checkpoint, save_checkpoint
-from weightnorm.lab.experiments.config import (
-    ConfigError,
-    RunConfig,
-    folder,
-    recorded,
-    start_of,
-    what,
+from weightnorm.diagnostics import unit_weights
+from weightnorm.lab.experiments.checkpoints import (
+    load_checkpoint,
+    random_state,
+    save_checkpoint,
+    set_random_state,
 )
+from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, recorded, what
 from weightnorm.lab.experiments.environment import environment, pick_device
 from weightnorm.lab.experiments.progress import Reporter, Silent, reporter
 from weightnorm.lab.experiments.ranks import Ranks
+from weightnorm.lab.experiments.sums import Sums
 from weightnorm.lab.records import (
     RunRecord,
     append_row,
@@ -81,13 +80,13 @@ class Run:
     ) -> None:
         self.experiment, self.config = experiment, config
         self.console = console or Console(stderr=True)
-        self.folder = folder(experiment, config, start_of(config, presets))
+        self.folder = folder(experiment, config, presets)
         self.device = pick_device(config.device)
         self.ranks = Ranks()
         self.epoch = self.step = self.rows = 0
         self.batch = 0
         """Examples of the step at hand, over all ranks."""
-        self.totals: dict[str, Tensor] = {}
+        self.totals = Sums()
         self.stateful: dict[str, Any] = {}
         self.seconds = 0.0
         self._reporter: Reporter = Silent()
@@ -188,9 +187,9 @@ class Run:
             for name, thing in stateful.items():
                 thing.load_state_dict(state["states"][name])
             self.epoch, self.step, self.rows = state["epoch"], state["step"], state["rows"]
-            self.totals = {k: v.to(self.device) for k, v in state["totals"].items()}
+            self.totals = Sums({k: v.to(self.device) for k, v in state["totals"].items()})
             self.seconds = state["seconds"]
-            _set_random_state(state["random"][self.ranks.rank])
+            set_random_state(state["random"][self.ranks.rank])
         elif self.ranks.rank:  # all ranks begin with the same weights, but draw their own noise
             torch.manual_seed(self.config.seed + 1_000_003 * self.ranks.rank)
         self._savable = True
@@ -205,13 +204,13 @@ class Run:
 
     def save(self, path: Path | None = None) -> None:
         """Write a checkpoint; elsewhere than in its usual place if told so."""
-        random = self.ranks.gather(_random_state())
+        random = self.ranks.gather(random_state())
         if self.ranks.first:
             state = {
                 "epoch": self.epoch,
                 "step": self.step,
                 "rows": self.rows,
-                "totals": self.totals,
+                "totals": dict(self.totals),
                 "seconds": self.seconds,
                 "random": random,
                 "states": {name: thing.state_dict() for name, thing in self.stateful.items()},
@@ -229,7 +228,7 @@ class Run:
         while self.epoch < count:
             yield self.epoch
             self.epoch += 1
-            self.step, self.totals, self.seconds = 0, {}, 0.0
+            self.step, self.totals, self.seconds = 0, Sums(), 0.0
             self.save()
             self._stop_if(*self.ranks.any(self._stop))
 
@@ -247,11 +246,11 @@ class Run:
             now = time.monotonic()
             self.seconds = before + now - began
             live = now - shown > LIVE_SECONDS
-            self._reporter.step(self.step, self._live() if live else "")
+            self._reporter.step(self.step, _shown(self.totals.means) if live else "")
             shown = now if live else shown
             due = now - saved > self.config.checkpoint_seconds
             # On an accelerator looking at the sums waits for it, so not at every step.
-            broken = (live or due or self.device.type == "cpu") and not self._finite()
+            broken = (live or due or self.device.type == "cpu") and not self.totals.finite
             stop, due, broken = self.ranks.any(self._stop, due, broken)
             if broken:
                 self._fail()
@@ -262,13 +261,7 @@ class Run:
 
     def add(self, **amounts: Tensor | float) -> None:
         """Add to this epoch's sums, on the device and without waiting for it."""
-        for name, amount in amounts.items():
-            value = amount.detach() if isinstance(amount, Tensor) else amount
-            if name not in self.totals:
-                self.totals[name] = torch.zeros((), dtype=torch.float64, device="cpu")
-                if self.device.type != "mps":  # which has no float64
-                    self.totals[name] = self.totals[name].to(self.device)
-            self.totals[name] += value
+        self.totals.add(amounts, self.device)
 
     def total(self, name: str) -> float:
         """This epoch's sum over steps and ranks."""
@@ -276,7 +269,7 @@ class Run:
 
     def log(self, **metrics: float) -> None:
         """Record an epoch: a line of metrics.jsonl, TensorBoard, and the screen."""
-        if any(self.ranks.any(not self._finite())):
+        if any(self.ranks.any(not self.totals.finite)):
             self._fail()
         row = {"epoch": self.epoch + 1, **metrics, "seconds": round(self.seconds, 3)}
         self.rows += 1
@@ -314,9 +307,6 @@ class Run:
             self.save()
             raise Interrupted(str(self.folder))
 
-    def _finite(self) -> bool:
-        return all(math.isfinite(total) for total in self.totals.values())
-
     def _fail(self) -> None:
         """The sums are not finite: keep the state as it is, beside the last good checkpoint."""
         state = self.folder / "failed.pt"
@@ -331,22 +321,11 @@ class Run:
 
     def _longest(self, count: int = 5) -> str:
         model = self.stateful.get("model")
-        if not isinstance(model, nn.Module):
-            return "no model"
-        norms = {
-            name: p.detach().flatten(1).norm(dim=1).max().item()
-            for name, p in model.named_parameters()
-            if p.dim() > 1
-        }
+        weights = unit_weights(model) if isinstance(model, nn.Module) else {}
+        norms = {name: w.norm(dim=1).max().item() for name, w in weights.items()}
         # Those that are not numbers first.
         longest = sorted(norms, key=lambda name: (norms[name] == norms[name], -norms[name]))
         return ", ".join(f"{name} {norms[name]:.4g}" for name in longest[:count])
-
-    def _live(self) -> str:
-        count = self.totals.get("count")
-        if count is None:
-            return ""
-        return _shown({k: (v / count).item() for k, v in self.totals.items() if k != "count"})
 
 
 def resume_command(words: list[str]) -> str:
@@ -362,16 +341,3 @@ def _events(folder: Path, epoch: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder / "events"), purge_step=epoch + 1)
-
-
-def _random_state() -> dict[str, Tensor | list[Tensor]]:
-    state: dict[str, Tensor | list[Tensor]] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])

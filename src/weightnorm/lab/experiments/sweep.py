@@ -12,11 +12,10 @@ import importlib
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby, product
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -27,6 +26,7 @@ from rich.text import Text
 from weightnorm import Parameterization
 from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, require, start_of
 from weightnorm.lab.experiments.config import recorded as recorded_config
+from weightnorm.lab.experiments.outcome import SweepResult, shown, summarize
 from weightnorm.lab.experiments.workers import POLL_SECONDS, Job, Stop, Task, Workers, workers
 from weightnorm.lab.records import RecordError, RunRecord, load_record, read_rows
 
@@ -61,7 +61,7 @@ class Grid:
         for seed, how in product(self.seeds, self.parameterizations):
             for rate in self.learning_rates or [module.LEARNING_RATES[self.base.preset][how]]:
                 config = replace(self.base, parameterization=how, learning_rate=rate, seed=seed)
-                place = folder(self.experiment, config, preset)
+                place = folder(self.experiment, config, module.PRESETS)
                 if place in jobs:
                     raise ConfigError(f"two runs of the grid are {place}; name each value once")
                 words = (*command, self.experiment, *flags(config, preset))
@@ -95,19 +95,6 @@ def flags(config: RunConfig, preset: RunConfig) -> list[str]:
 
 
 # — the sweep —
-
-
-@dataclass(frozen=True)
-class SweepResult:
-    """What became of a sweep."""
-
-    records: list[RunRecord]
-    """One for each run of the grid, in its order; those that did not finish have no result."""
-    failed: list[tuple[str, str]] = field(default_factory=list)
-    """Label and reason of each run that failed."""
-    interrupted: bool = False
-    """Whether it was stopped before every run had ended."""
-    metric: str = "test_error"
 
 
 def sweep(
@@ -164,7 +151,7 @@ def execute(left: deque[Job], crew: Workers, stop: Stop, board: Board) -> list[t
             for job, task in [pair for pair in running if pair[1].ended]:
                 running.remove((job, task))
                 if (result := recorded(job).result) is not None:
-                    value = _shown(result.get(board.metric))
+                    value = shown(result.get(board.metric))
                     board.say("done", job, f"{board.metric.replace('_', ' ')} {value}")
                 elif stop.asked:
                     board.say("stopped", job)
@@ -255,98 +242,3 @@ class Board:
 def epochs(job: Job) -> tuple[int, int | None]:
     """How many epochs a run has done, and of how many, if its config says."""
     return len(read_rows(job.folder / "metrics.jsonl")), getattr(job.config, "epochs", None)
-
-
-# — what came out —
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One parameterization at one learning rate: the metric over the seeds."""
-
-    parameterization: str
-    learning_rate: float
-    n: int
-    """Runs that finished with a number."""
-    mean: float | None
-    std: float | None
-    """Sample standard deviation; None below two runs."""
-    diverged: int = 0
-    """Runs that finished with no finite number."""
-    unfinished: int = 0
-    best: bool = False
-    """Whether this learning rate is the parameterization's best."""
-
-
-def summarize(records: Iterable[RunRecord], metric: str = "test_error") -> list[Cell]:
-    """The cells of a grid, parameterizations as they come, learning rates ascending.
-
-    Best is the lowest mean among the learning rates at which no run diverged, or else among all;
-    of equal ones the one with more runs, then the smaller rate.
-    """
-    groups: dict[str, dict[float, list[RunRecord]]] = {}
-    for record in records:
-        rates = groups.setdefault(str(record.config["parameterization"]), {})
-        rates.setdefault(float(record.config["learning_rate"]), []).append(record)
-    cells = []
-    for how, rates in groups.items():
-        row = [_cell(how, rate, rates[rate], metric) for rate in sorted(rates)]
-        best = min((cell for cell in row if cell.n), key=_rank, default=None)
-        cells += [replace(cell, best=cell is best) for cell in row]
-    return cells
-
-
-def _cell(how: str, rate: float, records: Sequence[RunRecord], metric: str) -> Cell:
-    results = [record.result for record in records if record.result is not None]
-    for result in results:
-        known = [k for k, v in result.items() if v is None or isinstance(v, float | int)]
-        require(metric in known, "metric", metric, f"one of {', '.join(known)}")
-    values = [result[metric] for result in results if result[metric] is not None]
-    return Cell(
-        how,
-        rate,
-        n=len(values),
-        mean=fmean(values) if values else None,
-        std=stdev(values) if len(values) > 1 else None,
-        diverged=len(results) - len(values),
-        unfinished=len(records) - len(results),
-    )
-
-
-def _rank(cell: Cell) -> tuple[bool, float, int, float]:
-    assert cell.mean is not None
-    return cell.diverged > 0, cell.mean, -cell.n, cell.learning_rate
-
-
-def render(result: SweepResult) -> Table:
-    """The cells as a table, the metric that decides first; the best learning rate of each
-    parameterization stands out."""
-    metrics = [result.metric, *_others(result)]
-    names = [metric.replace("_", " ") for metric in metrics]
-    table = Table("parameterization", "learning rate", *names, "n", "")
-    columns = [summarize(result.records, metric) for metric in metrics]
-    for how, rows in groupby(zip(*columns, strict=True), key=lambda row: row[0].parameterization):
-        for i, row in enumerate(rows):
-            style = "bold" if row[0].best else ""
-            table.add_row("" if i else how, *_cells(row), style=style)
-        table.add_section()
-    return table
-
-
-def _others(result: SweepResult) -> list[str]:
-    """The other numbers that every finished run has, but for its time."""
-    results = [set(record.result) for record in result.records if record.result is not None]
-    common = set.intersection(*results) if results else set()
-    return sorted(common - {result.metric, "seconds"})
-
-
-def _cells(row: Sequence[Cell]) -> tuple[str, ...]:
-    cell = row[0]
-    values = ["–" if x.mean is None else f"{_shown(x.mean)} ± {_shown(x.std, 2)}" for x in row]
-    notes = {"diverged": cell.diverged, "unfinished": cell.unfinished}
-    words = ["best"] * cell.best + [f"{n} {word}" for word, n in notes.items() if n]
-    return f"{cell.learning_rate:g}", *values, str(cell.n), ", ".join(words)
-
-
-def _shown(value: object, digits: int = 4) -> str:
-    return f"{value:.{digits}g}" if isinstance(value, float | int) else "–"

@@ -60,7 +60,7 @@ class Config(RunConfig):
     depth: int = 2
     """Residual blocks at each size; on CIFAR-10 each has a stochastic layer."""
     free_bits: float = 0.0
-    """Nats of each map's KL that training does not charge; the bound that is reported always does."""
+    """Nats of each map's KL that training does not charge; the reported bound always does."""
     epochs: int = 200
     """Passes over the training set."""
     batch_size: int = 100

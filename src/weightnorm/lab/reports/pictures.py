@@ -16,7 +16,10 @@ GAP = 1
 def kept(record: RunRecord, name: str) -> dict[str, NDArray[np.generic]]:
     """The arrays of ``name.npz`` beside a record; none if it is not there or damaged."""
     try:
-        with np.load(record.folder / f"{name}.npz", allow_pickle=False) as arrays:
+        with (
+            (record.folder / f"{name}.npz").open("rb") as file,
+            np.load(file, allow_pickle=False) as arrays,
+        ):
             return {key: arrays[key] for key in arrays.files}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile):
         return {}

@@ -1,0 +1,105 @@
+"""A monitor: attach it to a model and its optimizer, and the probes are logged as it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from weightnorm.probes import direction_angle, effective_step, unit_weights, weight_norms
+
+Log = Callable[[str, float, int], object]
+
+
+class Writer(Protocol):
+    """TensorBoard's SummaryWriter, or anything that takes a scalar as it does."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+
+
+class TrainingMonitor:
+    """Log what weight norm does, every so many steps of an optimizer.
+
+    For every normalized weight: the mean of ‖v‖ and of the effective step |g|/‖v‖ over its units,
+    how many units are dead, and by how many radians its units have turned since the last time.
+
+    `log` is a TensorBoard SummaryWriter, or called as ``log(tag, value, step)``. The probes cost
+    about as much as reading the weights a few times: at the default interval well below a percent
+    of training. On an accelerator they wait for it once per interval.
+
+    >>> import weightnorm
+    >>> layer = weightnorm.weight_norm(nn.Linear(4, 2))
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> seen = {}
+    >>> with TrainingMonitor(layer, optimizer, lambda *row: seen.update([row[:2]]), every=1):
+    ...     layer(torch.ones(1, 4)).sum().backward()
+    ...     optimizer.step()
+    >>> sorted(seen)
+    ['weight/dead_units', 'weight/effective_step', 'weight/turned', 'weight/v_norm']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        log: Writer | Log,
+        *,
+        every: int = 100,
+        prefix: str = "",
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every is {every}; expected 1 step or more")
+        if not weight_norms(model):
+            raise ValueError("the model has no normalized weight to watch; apply weight_norm first")
+        self.model, self.every, self.prefix = model, every, prefix
+        self.log: Log = log if callable(log) else log.add_scalar
+        self.step = 0
+        self._before = unit_weights(model)
+        self._handle: Any = optimizer.register_step_post_hook(self._on_step)
+
+    def _on_step(self, *_: Any) -> None:
+        self.step += 1
+        if self.step % self.every == 0:
+            self.measure()
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Log now."""
+        norms, steps = weight_norms(self.model), effective_step(self.model)
+        turned = direction_angle(self.model, self._before)
+        self._before = unit_weights(self.model)
+        rows: dict[str, Tensor] = {}
+        for name, norm in norms.items():
+            rows[f"{name}/v_norm"] = norm.mean()
+            rows[f"{name}/effective_step"] = steps[name].mean()
+            rows[f"{name}/dead_units"] = (steps[name] == 0).sum()
+            rows[f"{name}/turned"] = turned[name].mean()
+        values = torch.stack([value.double().cpu() for value in rows.values()]).tolist()
+        for tag, value in zip(rows, values, strict=True):
+            self.log(f"{self.prefix}{tag}", value, self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is, for a checkpoint."""
+        return {"step": self.step, "before": self._before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.step, self._before = state["step"], state["before"]
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._handle.remove()
+
+    def __enter__(self) -> TrainingMonitor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,92 @@
+"""Each thing that usually goes wrong is found and named; a healthy model has no findings."""
+
+import pytest
+import torch
+from torch import nn
+
+from weightnorm import normalized_weights, parts, weight_norm, weight_norm_model
+from weightnorm.diagnostics import check
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    weight_norm_model(model)
+    return model
+
+
+def kinds(findings):
+    return [(finding.weight, finding.kind) for finding in findings]
+
+
+def test_a_healthy_model_and_optimizer_have_no_findings(model):
+    lengths = [p.g for p in normalized_weights(model).values()]
+    others = [p for p in model.parameters() if not any(p is g for g in lengths)]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": lengths, "weight_decay": 0}]
+    assert check(model, torch.optim.SGD(groups, lr=0.1)) == []
+
+
+def test_a_plain_model_is_nobodys_business():
+    assert check(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1))) == []
+
+
+def test_layers_left_out(model):
+    model.append(nn.Linear(2, 2)).append(nn.Embedding(3, 3))
+    assert kinds(check(model)) == [("3.weight", "not normalized, unlike other layers")]
+
+
+def test_weight_decay_on_g(model):
+    findings = check(model, torch.optim.AdamW(model.parameters(), weight_decay=0.01))
+    assert [finding.weight for finding in findings] == ["0.weight", "2.weight"]
+    assert all("weight decay on g" in finding.kind for finding in findings)
+
+
+def test_an_optimizer_made_too_early():
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    weight_norm(layer)
+    found = kinds(check(layer, optimizer))
+    assert found == [
+        ("weight", "v is not in the optimizer"),
+        ("weight", "g is not in the optimizer"),
+    ]
+
+
+def test_a_frozen_g_need_not_be_in_the_optimizer():
+    layer = weight_norm(nn.Linear(3, 2), train_g=False)
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    assert check(layer, torch.optim.SGD(trained, lr=0.1)) == []
+
+
+@pytest.mark.parametrize("which", ["v", "g"])
+def test_dead_units(model, which):
+    with torch.no_grad():
+        getattr(parts(model[0]), which)[:3] = 0
+    ((weight, kind),) = kinds(check(model))
+    assert weight == "0.weight"
+    assert kind.startswith("3 of 8 units dead")
+
+
+def test_norms_that_explode(model):
+    with torch.no_grad():
+        parts(model[2]).v.mul_(1e5)
+    ((weight, kind),) = kinds(check(model))
+    assert weight == "2.weight"
+    assert "times |g|" in kind
+    with torch.no_grad():
+        parts(model[2]).v[0, 0] = float("nan")
+    assert kinds(check(model)) == [("2.weight", "not finite")]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_stale_writes_to_torchs_older_flavour():
+    layer = nn.utils.weight_norm(nn.Linear(3, 2))
+    assert check(layer) == []
+    with torch.no_grad():
+        layer.weight.fill_(7)
+    (finding,) = check(layer)
+    assert "stale" in finding.kind
+    assert "init_" in str(finding)
+    layer(torch.randn(1, 3))
+    assert check(layer) == []

@@ -1,0 +1,84 @@
+"""The monitor logs what the probes say, when it should, and goes on after a checkpoint."""
+
+import pytest
+import torch
+from torch import nn
+
+from weightnorm import weight_norm_model
+from weightnorm.diagnostics import TrainingMonitor, direction_angle, unit_weights, weight_norms
+
+
+def trained(steps, monitor=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    weight_norm_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = monitor(model, optimizer) if monitor else None
+    data = torch.randn(32, 4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(data).square().sum().backward()
+        optimizer.step()
+    return model, optimizer, watch
+
+
+def test_it_logs_every_so_many_steps_what_the_probes_say():
+    rows = []
+    trained(7, lambda m, o: TrainingMonitor(m, o, lambda *r: rows.append(r), every=3))
+    assert sorted({step for _, _, step in rows}) == [3, 6]
+    tags = {tag for tag, _, _ in rows}
+    assert tags == {
+        f"{layer}.weight/{what}"
+        for layer in (0, 2)
+        for what in ("v_norm", "effective_step", "dead_units", "turned")
+    }
+    at_six, _, _ = trained(6)
+    logged = {tag: value for tag, value, step in rows if step == 6}
+    norms = weight_norms(at_six)
+    assert logged["0.weight/v_norm"] == pytest.approx(norms["0.weight"].mean().item())
+    turned = direction_angle(at_six, unit_weights(trained(3)[0]))
+    assert logged["2.weight/turned"] == pytest.approx(turned["2.weight"].mean().item(), rel=1e-4)
+
+
+def test_it_changes_nothing():
+    watched, _, _ = trained(5, lambda m, o: TrainingMonitor(m, o, lambda *r: None, every=1))
+    alone, _, _ = trained(5)
+    for a, b in zip(watched.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_tensorboard_takes_it(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs the lab extra")
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        trained(2, lambda m, o: TrainingMonitor(m, o, writer, every=2, prefix="wn/"))
+    (events,) = tmp_path.iterdir()
+    assert b"wn/0.weight/v_norm" in events.read_bytes()
+
+
+def test_closed_it_is_silent_and_its_state_goes_on():
+    rows = []
+    model, optimizer, monitor = trained(
+        4, lambda m, o: TrainingMonitor(m, o, lambda *r: rows.append(r), every=4)
+    )
+    count = len(rows)
+    monitor.close()
+    optimizer.step()
+    with TrainingMonitor(model, optimizer, lambda *r: rows.append(r), every=4) as again:
+        again.load_state_dict(monitor.state_dict())
+        assert again.step == 4
+        for _ in range(4):
+            optimizer.step()
+    assert rows[count][2] == 8
+
+
+@pytest.mark.parametrize(
+    ("wrap", "every", "says"),
+    [(False, 100, "no normalized weight"), (True, 0, "every is 0; expected 1 step or more")],
+)
+def test_what_it_cannot_watch_is_refused(wrap, every, says):
+    model = nn.Linear(2, 2)
+    if wrap:
+        weight_norm_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with pytest.raises(ValueError, match=says):
+        TrainingMonitor(model, optimizer, print, every=every)

@@ -1,0 +1,176 @@
+"""Probes against what they are defined as."""
+
+import math
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from weightnorm import parts, remove_weight_norm, weight_norm, weight_norm_model
+from weightnorm.diagnostics import (
+    direction_angle,
+    effective_step,
+    example_gradients,
+    excess_kurtosis,
+    gradient_covariance,
+    noise_kurtosis,
+    unit_weights,
+    weight_norms,
+)
+from zoo import every_layer
+
+
+def test_norms_and_steps_of_every_unit():
+    model = nn.Sequential(nn.Linear(4, 3), nn.ConvTranspose1d(4, 6, 3, groups=2), nn.GRU(3, 2))
+    weight_norm_model(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p))
+    norms, steps = weight_norms(model), effective_step(model)
+    assert (
+        list(norms) == list(steps) == ["0.weight", "1.weight", "2.weight_ih_l0", "2.weight_hh_l0"]
+    )
+    v, g = parts(model[0])
+    torch.testing.assert_close(norms["0.weight"], v.norm(dim=1))
+    torch.testing.assert_close(steps["0.weight"], g.abs().flatten() / v.norm(dim=1))
+    v = parts(model[1]).v
+    expected = torch.cat([half.norm(dim=(0, 2)) for half in v.chunk(2)])
+    torch.testing.assert_close(norms["1.weight"], expected)
+
+
+def test_log_scales_masks_and_zero_rows():
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    layer = weight_norm(nn.Linear(2, 3), scale="log", mask=mask)
+    v, g = parts(layer)
+    torch.testing.assert_close(weight_norms(layer)["weight"], (v * mask).norm(dim=1))
+    step = effective_step(layer)["weight"]
+    torch.testing.assert_close(step[:2], (g.flatten() / (v * mask).norm(dim=1))[:2])
+    assert step[2] == 0
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("flavour", [nn.utils.weight_norm, parametrizations.weight_norm])
+def test_torchs_flavours(flavour):
+    layer = flavour(nn.Linear(4, 3))
+    torch.testing.assert_close(weight_norms(layer)["weight"], parts(layer).v.norm(dim=1))
+    torch.testing.assert_close(effective_step(layer)["weight"], torch.ones(3))
+
+
+# — rows and angles —
+
+
+@every_layer
+def test_every_output_unit_has_a_row(case):
+    layer = case.make()
+    rows, plain = unit_weights(weight_norm(layer)), unit_weights(case.make())
+    looks_up = isinstance(layer, (nn.Embedding, nn.EmbeddingBag))  # nothing to weigh, unless asked
+    assert {name: x.shape for name, x in rows.items()} == {
+        name: x.shape for name, x in plain.items()
+    } or (looks_up and not plain)
+    for name, norm in weight_norms(layer).items():
+        g = effective_step(layer)[name] * norm
+        torch.testing.assert_close(rows[name].norm(dim=1), g)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_row_is_what_its_unit_computes_with(groups):
+    conv = nn.ConvTranspose2d(4, 6, 3, groups=groups, bias=False)
+    rows = unit_weights(weight_norm(conv))["weight"]
+    for unit in range(6):
+        layer = nn.ConvTranspose2d(4, 6, 3, groups=groups, bias=False)
+        layer.weight.data.copy_(conv.weight)
+        group, inner = divmod(unit, 6 // groups)
+        block = layer.weight.data[group * 4 // groups : (group + 1) * 4 // groups, inner]
+        torch.testing.assert_close(rows[unit], block.flatten())
+
+
+@pytest.mark.parametrize("angle", [0.0, 1e-7, 0.3, 1.5, 3.0, math.pi])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_angles_small_and_large(angle, wrapped):
+    layer = nn.Linear(2, 2, dtype=torch.float64)
+    layer.weight.data = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    layer = weight_norm(layer) if wrapped else layer
+    before = unit_weights(layer)
+    with torch.no_grad():
+        target = parts(layer).v if wrapped else layer.weight
+        target[0] = torch.tensor([math.cos(angle), math.sin(angle)])
+    found = direction_angle(layer, before)["weight"]
+    assert found[0].item() == pytest.approx(angle, rel=1e-6, abs=1e-12)
+    assert found[1] == 0
+
+
+# — gradients of single examples —
+
+
+def network():
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.ReLU(), nn.ConvTranspose2d(3, 4, 2, groups=1), nn.Flatten(),
+        nn.Linear(4 * 25, 5),
+    ).double()  # fmt: skip
+    return model, torch.randn(6, 1, 6, 6).double(), torch.randint(5, (6,))
+
+
+def test_each_examples_gradient_is_its_own_backward():
+    model, x, y = network()
+    weight_norm_model(model)
+    found = example_gradients(model, nn.functional.cross_entropy, x, y)
+    assert list(found) == ["0.weight", "2.weight", "4.weight"]
+    plain = deepcopy(model)
+    remove_weight_norm(plain)
+    for i in range(len(x)):
+        plain.zero_grad()
+        nn.functional.cross_entropy(plain(x[i : i + 1]), y[i : i + 1]).backward()
+        torch.testing.assert_close(found["0.weight"][i], plain[0].weight.grad.flatten(1))
+        rows = plain[2].weight.grad.transpose(0, 1).flatten(1)
+        torch.testing.assert_close(found["2.weight"][i], rows)
+        torch.testing.assert_close(found["4.weight"][i], plain[4].weight.grad)
+
+
+def test_a_weight_that_is_not_there_is_named():
+    model, x, y = network()
+    with pytest.raises(ValueError, match=r"no weight '1.weight'; there are 0.weight, 2.weight"):
+        example_gradients(model, nn.functional.cross_entropy, x, y, ["1.weight"])
+    only = example_gradients(model, nn.functional.cross_entropy, x, y, ["4.weight"])
+    assert list(only) == ["4.weight"]
+
+
+def test_covariance_against_numpys():
+    gradients = torch.randn(50, 3, 4, dtype=torch.float64)
+    found = gradient_covariance(gradients)
+    for unit in range(3):
+        expected = torch.from_numpy(np.cov(gradients[:, unit].numpy().T, bias=True))
+        torch.testing.assert_close(found[unit], expected)
+
+
+# — noise —
+
+
+def test_kurtosis_of_known_distributions():
+    generator = torch.Generator().manual_seed(3)
+    uniform = torch.rand(200_000, 1, generator=generator, dtype=torch.float64)
+    assert excess_kurtosis(uniform).item() == pytest.approx(-1.2, abs=0.02)
+    assert excess_kurtosis(torch.tensor([-1.0, 1.0] * 4)).item() == pytest.approx(-2)
+
+
+@pytest.mark.parametrize("space", [(), (5,), (3, 2)])
+def test_noise_of_batch_statistics_against_the_obvious_loop(space):
+    t = torch.randn(40, 3, *space, dtype=torch.float64).exp()
+    found = noise_kurtosis(t, 8, draws=60, generator=torch.Generator().manual_seed(4))
+    rows = torch.randint(40, (60, 8), generator=torch.Generator().manual_seed(4))
+    axes = [0, *range(2, t.ndim)]
+    means = torch.stack([t[r].mean(axes) for r in rows])
+    variances = torch.stack([t[r].var(axes, correction=0) for r in rows])
+    torch.testing.assert_close(found.mean, excess_kurtosis(means))
+    torch.testing.assert_close(found.variance, excess_kurtosis(variances))
+    torch.testing.assert_close(found.inverse_std, excess_kurtosis(variances.rsqrt()))
+
+
+def test_heavier_tails_of_one_over_sigma():
+    t = torch.randn(4000, 2, generator=torch.Generator().manual_seed(5))
+    found = noise_kurtosis(t, 8, draws=4000, generator=torch.Generator().manual_seed(6))
+    assert (found.mean.abs() < 0.3).all()
+    assert (found.inverse_std > 1).all()

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightnorm.lab.records import RunRecord, find_records, write_atomically
-from weightnorm.lab.reports import classify, generic
+from weightnorm.lab.reports import classify, generic, vae
 from weightnorm.lab.reports.comparison import grouped
 from weightnorm.lab.reports.figures import draw
 from weightnorm.lab.reports.page import render
 from weightnorm.lab.reports.section import Section
 
-SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {"classify": classify.section}
+SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {
+    "classify": classify.section,
+    "vae": vae.section,
+}
 """Experiment → its section. An experiment that is not here gets `generic.section`."""
 
 

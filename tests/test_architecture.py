@@ -40,6 +40,7 @@ LAB = {
     "data": (set(), False, {"numpy", "torch", "pooch", "sklearn"}),
     "models": (set(), True, {"torch"}),
     "experiments": ({"data", "models", "records"}, True, {"numpy", "torch", "rich", "ray"}),
+    "benchmarks": ({"models"}, True, {"torch", "rich"}),
     "reports": ({"records"}, False, {"numpy", "matplotlib", "PIL", "jinja2"}),
     "safetensors_writer": (set(), False, {"torch"}),
     "checkpoint_files": ({"records", "safetensors_writer"}, True, {"torch", "safetensors"}),

@@ -7,15 +7,14 @@ The two take turns, so that whatever else the machine does meets both.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from weightnorm.lab.benchmarks.side_by_side import interleaved
 from weightnorm.lab.models.vae import VAE
 from weightnorm.lab.models.vae_cifar10 import Cifar10VAE
 from weightnorm.lab.models.vae_mnist import MnistVAE
@@ -37,17 +36,6 @@ def training_step(model: VAE, x: Tensor) -> Callable[[], None]:
         optimizer.step()
 
     return step
-
-
-def interleaved(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The median seconds of each, all taking turns; the first round is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            taken[name].append(time.perf_counter() - began)
-    return {name: median(times[1:]) for name, times in taken.items()}
 
 
 def main(words: list[str] | None = None) -> None:

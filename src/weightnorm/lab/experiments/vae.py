@@ -150,7 +150,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
                 train_kl=run.total("kl") / run.total("count"),
                 **evaluate(averaged, test, config, run),
             )
-        keep_pictures(averaged, test, run)
+        keep_pictures(averaged, test, config, run)
         last = {name: x for name, x in run.last.items() if name.startswith("test")}
         return run.finish({**last, **estimate(averaged, test, config, run)})
 
@@ -257,14 +257,14 @@ def estimate(model: VAE, images: Tensor, config: Config, run: Run) -> dict[str, 
 
 
 @torch.no_grad()
-def keep_pictures(model: VAE, images: Tensor, run: Run) -> None:
+def keep_pictures(model: VAE, images: Tensor, config: Config, run: Run) -> None:
     """Samples, and test images with their reconstructions, for the report."""
     model.eval()
     some = images[:PAIRS]
     with folded(model):
         shown = {
             "samples": model.sample(SAMPLES),
-            "originals": some / some.max(),  # which is 1 or 255
+            "originals": some / 255 if config.data == "cifar10" else some,
             "reconstructions": model.reconstruct(some),
         }
     run.keep("pictures", **{name: _bytes(x) for name, x in shown.items()})

@@ -33,7 +33,7 @@ class Stat:
         """
         if not self.n:
             return "—"
-        spread = f" ± {self.std * abs(scale):.{digits}f}" if self.n > 1 else ""
+        spread = f" ± {self.std * scale:.{digits}f}" if self.n > 1 else ""
         missing = f" (n = {self.n} of {self.runs})" if self.n < self.runs else ""
         return f"{self.mean * scale:.{digits}f}{spread}{missing}"
 

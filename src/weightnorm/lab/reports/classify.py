@@ -9,7 +9,7 @@ from weightnorm.lab.reports.comparison import Comparison, comparisons, finished
 from weightnorm.lab.reports.curves import best_lines, rate_lines, reading
 from weightnorm.lab.reports.looks import LOOKS, look, ordered
 from weightnorm.lab.reports.section import Plot, Section, Table, slug
-from weightnorm.lab.reports.settings import config_values, settings
+from weightnorm.lab.reports.settings import config_values, departures, settings
 from weightnorm.lab.reports.tables import times, unfinished
 
 PAPER_ERROR = {
@@ -82,7 +82,7 @@ def errors(runs: Comparison) -> Table:
     if not cifar10:
         notes.append("The paper's and the published errors are of CIFAR-10, so not shown here.")
         head, *rows = [(*row[:3], *row[4:]) for row in (head, *rows)]
-    elif other := _other_size(runs):
+    elif other := departures(runs.records, PAPER_SIZE):
         notes.append(f"The paper's runs: width 1, 200 epochs, all training data. These: {other}.")
     return Table("Errors", head, tuple(rows), tuple(notes))
 
@@ -120,13 +120,3 @@ def _ends(rate: float, records: list[RunRecord]) -> tuple[str, str, str, str, st
 
 def _cifar10(runs: Comparison) -> bool:
     return set(config_values(runs.records, "data")) == {"cifar10"}
-
-
-def _other_size(runs: Comparison) -> str:
-    """Where the runs are not of the paper's size."""
-    values = {field: config_values(runs.records, field) for field in PAPER_SIZE}
-    return ", ".join(
-        f"{field} {' or '.join(sorted(values[field]))}"
-        for field, paper in PAPER_SIZE.items()
-        if set(values[field]) != {paper}
-    )

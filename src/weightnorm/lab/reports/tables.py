@@ -26,8 +26,8 @@ def unfinished(runs: Comparison) -> list[Table]:
     return [Table("Not finished", head, rows, notes, numeric=False)] if rows else []
 
 
-def times(runs: Comparison, paper: Mapping[str, str]) -> Table:
-    """Time of an epoch, relative to standard; beside the paper's words, if it has any."""
+def times(runs: Comparison, paper: Mapping[str, str] | None = None) -> Table:
+    """Time of an epoch, relative to standard, beside what the paper says of it if it does."""
     done = {
         kind: finished(record for records in rates.values() for record in records)
         for kind, rates in runs.grid.items()
@@ -47,5 +47,6 @@ def times(runs: Comparison, paper: Mapping[str, str]) -> Table:
     notes = ["Seconds: mean over the epochs of a run, then mean ± standard deviation over n runs."]
     if differing := unlike(finished(runs.records), MACHINE):
         notes.append(f"Runs differ in {', '.join(differing)}: their times do not compare.")
-    head = ("parameterization", "seconds per epoch", "relative to standard", "n")
-    return Table("Time per epoch", head + ("paper",) * bool(paper), tuple(rows), tuple(notes))
+    words = ("parameterization", "seconds per epoch", "relative to standard", "n")
+    head = (*words, "paper") if paper else words
+    return Table("Time per epoch", head, tuple(rows), tuple(notes))

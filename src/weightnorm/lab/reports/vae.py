@@ -66,7 +66,7 @@ def part(data: str, runs: Comparison) -> Section:
         *learning_rates(name, runs),
         *pictures(name, runs),
         *unfinished(runs),
-        times(runs, {}),
+        times(runs),
         settings(runs.records),
     ]
     shown = (item for item in content if not isinstance(item, Plot) or item.lines)
@@ -87,8 +87,7 @@ def bounds(data: str, runs: Comparison) -> Table:
     rows: list[tuple[str, ...]] = []
     for kind, (rate, records) in runs.best.items():
         done = finished(records)
-        stats = [(stat(final(r, key) for r in done), scale) for key, scale in results.values()]
-        cells = [one.text(scale) for one, scale in stats]
+        cells = [stat(sign * final(r, key) for r in done).text() for key, sign in results.values()]
         epochs = " or ".join(sorted(config_values(records, "epochs")))
         rows.append((look(kind).name, *cells, str(len(done)), f"{rate:g}", epochs))
     place = [*results].index("bits/dim" if data == "cifar10" else "bound, nats")

@@ -101,7 +101,13 @@ PRESETS = {
     "paper cifar10": PAPER_CIFAR10,
     "cpu": replace(PAPER, preset="cpu", epochs=8, importance_examples=1000),
     "cpu cifar10": replace(
-        PAPER_CIFAR10, preset="cpu", width=0.5, latents=16, epochs=6, importance_examples=100
+        PAPER_CIFAR10,
+        preset="cpu",
+        width=0.5,
+        depth=1,
+        latents=16,
+        epochs=8,
+        importance_examples=100,
     ),
     "demo": replace(PAPER, preset="demo", data="digits", width=0.5, depth=1, epochs=30),
 }
@@ -109,7 +115,7 @@ SIZES = {
     "paper": ("MNIST, 16/32/32 maps", "200 epochs", "a GPU, hours"),
     "paper cifar10": ("6 stochastic layers, 64 maps", "200 epochs", "a GPU, days"),
     "cpu": ("MNIST, 16/32/32 maps", "8 epochs", "two cores, 25 minutes"),
-    "cpu cifar10": ("6 stochastic layers, 32 maps", "6 epochs", "two cores, 25 minutes"),
+    "cpu cifar10": ("3 stochastic layers, 32 maps", "8 epochs", "two cores, 25 minutes"),
     "demo": ("8/16/16 maps", "embedded digits", "a minute"),
 }
 LEARNING_RATES = dict.fromkeys(("paper", "cpu", "demo"), dict.fromkeys(COMPARED, 0.002))

@@ -32,11 +32,12 @@ class LadderLayer(nn.Module):
         latents: maps of z.
         flow_steps: of the posterior; 0 for a diagonal one.
         halves: whether the stream above has half the size.
+        top: whether there is no stream above.
         normalize: weight-normalize every layer.
     """
 
     def __init__(
-        self, maps: int, latents: int, flow_steps: int, *, halves: bool, normalize: bool
+        self, maps: int, latents: int, flow_steps: int, *, halves: bool, top: bool, normalize: bool
     ) -> None:
         super().__init__()
         self.halves = halves
@@ -47,8 +48,8 @@ class LadderLayer(nn.Module):
         def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
             return fresh(nn.Conv2d(inputs, outputs, 3, stride, padding=1), normalize)
 
-        self.up1 = conv(maps, maps + sum(self.view), stride=2 if halves else 1)
-        self.up2 = conv(maps, maps)
+        self.up1 = conv(maps, (0 if top else maps) + sum(self.view), stride=2 if halves else 1)
+        self.up2 = None if top else conv(maps, maps)
         self.down1 = conv(maps, maps + 2 * latents + sum(self.view))
         if halves:
             upward = nn.ConvTranspose2d(maps + latents, maps, 3, 2, padding=1, output_padding=1)
@@ -61,6 +62,8 @@ class LadderLayer(nn.Module):
         """The stream one layer up, and what this layer's posterior gets from it."""
         t = self.up1(F.elu(x))
         h, view = t.split([t.shape[1] - sum(self.view), sum(self.view)], dim=1)
+        if self.up2 is None:
+            return x, view
         if self.halves:
             x = x[:, :, ::2, ::2]
         return x + RESIDUAL * self.up2(F.elu(h)), view
@@ -116,9 +119,15 @@ class Cifar10VAE(VAE):
         maps = max(round(64 * width), 1)
         self.enter = fresh(nn.Conv2d(3, maps, 5, 2, padding=2), normalize)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
-            LadderLayer(maps, latents, flow_steps, halves=size > 0 and i == 0, normalize=normalize)
-            for size in range(3)
-            for i in range(depth)
+            LadderLayer(
+                maps,
+                latents,
+                flow_steps,
+                halves=i in (depth, 2 * depth),
+                top=i == 3 * depth - 1,
+                normalize=normalize,
+            )
+            for i in range(3 * depth)
         )
         self.top = nn.Parameter(torch.zeros(maps, 1, 1))
         leave = nn.ConvTranspose2d(maps, 3, 5, 2, padding=2, output_padding=1)

@@ -158,6 +158,18 @@ def test_checkpoints_of_torchs_weight_norm_load():
     torch.testing.assert_close(ours.weight, theirs.weight)
 
 
+def test_load_state_dict_takes_torchs_older_keys():
+    theirs = nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 4, 3)))
+    ours = copy.deepcopy(nn.Sequential(weight_norm(nn.Conv2d(3, 4, 3))))
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours[0].weight, theirs[0].weight)
+    log = weight_norm(nn.Conv2d(3, 4, 3), scale="log")
+    before = parts(log).g.clone()
+    _, unexpected = log.load_state_dict(theirs[0].state_dict(), strict=False)
+    assert unexpected == ["weight_g", "weight_v"]
+    assert torch.equal(parts(log).g, before)
+
+
 def test_a_frozen_g_stays():
     layer = weight_norm(nn.Linear(3, 2), train_g=False)
     g = parts(layer).g.clone()
@@ -351,6 +363,12 @@ BAD = {
         {},
         ValueError,
         "another parametrization; apply weight norm before",
+    ),
+    "sparse gradients": (
+        nn.Embedding(4, 2, sparse=True),
+        {},
+        ValueError,
+        "its gradients are sparse",
     ),
     "attention bias": (
         nn.MultiheadAttention(4, 2, add_bias_kv=True),

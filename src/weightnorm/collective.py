@@ -40,7 +40,7 @@ def mean_over_ranks(total: Tensor, count: int, group: Group) -> Tensor:
     """Mean from each rank's sum and count. Batches may differ in size, or be empty."""
     if group is None:
         return total / max(count, 1)
-    both = sum_over_ranks(torch.cat([total, total.new_tensor([count])]), group)
+    both = sum_over_ranks(torch.cat([total, total.new_full((1,), count)]), group)
     return both[:-1] / both[-1].clamp_min(1)
 
 

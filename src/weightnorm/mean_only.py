@@ -83,7 +83,10 @@ class _MeanOnlyBatchNorm(nn.Module):
         if self.training and self.running_mean is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked += 1
-            new = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            new: Any = self.momentum
+            if new is None:  # in tensors: reading the count would wait for the device
+                new = self.num_batches_tracked.to(mean.dtype).reciprocal()
+                new = new.to(self.running_mean.dtype)
             self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), new)
         return mean
 

@@ -6,6 +6,7 @@ tensor's place. Added to it:
 - reading the tensor is quicker than torch's way to it;
 - copies, pickles and spawned processes work, and a copy gets a class of its own (torch lets copies
   share it, so that un-parametrizing one breaks the other);
+- torch's older checkpoint keys load as well;
 - a recurrent layer hands its kernel the weights of this very call, and keeps none of them;
 - ``detach`` puts plain tensors in place and returns the way back.
 """
@@ -142,10 +143,14 @@ def refresh(module: nn.Module) -> None:
         module._init_flat_weights()
 
 
+_SEVERAL = ("weight_ih", "weight_hh", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""Weights of the cells and attention layers that have several, in torch's order."""
+
+
 def _set_parameters(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
     """Register parameters where a plain layer has them: weights before biases."""
     all_ = {**weights, **module._parameters}
-    first = [n for n in getattr(module, "_flat_weights_names", ()) if n in all_]
+    first = [n for n in getattr(module, "_flat_weights_names", _SEVERAL) if n in all_]
     module._parameters.clear()
     module._parameters.update({n: all_[n] for n in [*first, *all_]})
     refresh(module)
@@ -166,6 +171,7 @@ def _adopt(module: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         setattr(cls, name, _quick_property(name, getattr(cls, name)))
     cls.__reduce_ex__ = _reduce_ex
+    cls._load_from_state_dict = _load_from_state_dict
     if "__deepcopy__" in cls.__dict__:  # torch's: the copy would share this class
         del cls.__deepcopy__
     if isinstance(module, nn.RNNBase):
@@ -191,6 +197,20 @@ def _reduce_ex(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     # Python 3.10 has no object.__getstate__; torch's own on this class only raises.
     state = base.__getstate__(module) if hasattr(base, "__getstate__") else dict(module.__dict__)
     return _rebuild, (base, tuple(parametrizations_of(module))), state
+
+
+def _load_from_state_dict(
+    module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Load what is stored, also under torch's older keys ``<name>_g`` and ``<name>_v``."""
+    for name, originals in parametrizations_of(module).items():
+        older = f"{prefix}{name}_g", f"{prefix}{name}_v"
+        newer = [f"{prefix}parametrizations.{name}.{key}" for key in originals.state_dict()]
+        # A log-scale has a third key, and no older ones: g must not be loaded as s.
+        if len(newer) == 2 and state.keys() >= set(older):
+            state.update(zip(newer, [state.pop(key) for key in older], strict=True))
+    base: Any = parametrize.type_before_parametrizations(module)
+    base._load_from_state_dict(module, state, prefix, *rest)
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

@@ -10,6 +10,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from weightnorm import Parameterization, normalized_weights
+from weightnorm.lab import cli
 from weightnorm.lab.data import cifar10
 from weightnorm.lab.data.labelled import Labelled
 from weightnorm.lab.experiments import vae
@@ -94,6 +95,20 @@ def test_impossible_values_are_refused(field, value):
 def test_what_the_paper_does_not_compare_is_refused(how):
     with pytest.raises(ConfigError, match=f"is {how}; expected standard or weight-norm"):
         replace(vae.PAPER, parameterization=how)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--parameterization", "batch-norm"], "expected standard or weight-norm"),
+        (["--data", "cifr10"], "did you mean --data cifar10?"),
+    ],
+)
+def test_the_command_line_refuses_with_words(words, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["run", "vae", *words])
+    assert stop.value.code == 2
+    assert says in " ".join(capsys.readouterr().err.split())
 
 
 # — data —

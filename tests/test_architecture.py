@@ -42,6 +42,7 @@ LAB = {
     "experiments": ({"data", "models", "records"}, True, {"numpy", "torch", "rich", "ray"}),
     "benchmarks": ({"models"}, True, {"torch", "rich"}),
     "claims": ({"data", "experiments", "models", "records"}, True, {"torch", "rich"}),
+    "benchmarks": ({"models"}, True, {"torch", "rich"}),
     "reports": ({"records"}, False, {"numpy", "matplotlib", "PIL", "jinja2"}),
     "safetensors_writer": (set(), False, {"torch"}),
     "checkpoint_files": ({"records", "safetensors_writer"}, True, {"torch", "safetensors"}),

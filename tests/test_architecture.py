@@ -40,7 +40,6 @@ LAB = {
     "data": (set(), False, {"numpy", "torch", "pooch", "sklearn"}),
     "models": (set(), True, {"torch"}),
     "experiments": ({"data", "models", "records"}, True, {"numpy", "torch", "rich", "ray"}),
-    "benchmarks": ({"models"}, True, {"torch", "rich"}),
     "claims": ({"data", "experiments", "models", "records"}, True, {"torch", "rich"}),
     "benchmarks": ({"models"}, True, {"torch", "rich"}),
     "reports": ({"records"}, False, {"numpy", "matplotlib", "PIL", "jinja2"}),

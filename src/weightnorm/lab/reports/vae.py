@@ -38,7 +38,7 @@ def section(records: list[RunRecord]) -> Section:
     parts = [
         part(data, runs)
         for data, group in sorted(grouped(records, _data).items())
-        for runs in comparisons(group, metric="test_negative_elbo")
+        for runs in comparisons(group, metric="train_negative_elbo")
     ]
     return Section(
         "Convolutional VAE with inverse autoregressive flow",

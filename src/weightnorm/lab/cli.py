@@ -22,7 +22,7 @@ from weightnorm.lab.checkpoint_files import FileError, convert_file, inspect_fil
 from weightnorm.lab.data import fetch
 from weightnorm.lab.data.catalog import DATA_SETS
 from weightnorm.lab.data.fetch import DataError
-from weightnorm.lab.experiments import classify, draw
+from weightnorm.lab.experiments import classify, draw, vae
 from weightnorm.lab.experiments.checkpoints import CheckpointError
 from weightnorm.lab.experiments.config import ConfigError
 from weightnorm.lab.experiments.outcome import render
@@ -38,7 +38,7 @@ from weightnorm.lab.parsing import (
 )
 from weightnorm.lab.records import RecordError
 
-EXPERIMENTS: dict[str, ModuleType] = {"classify": classify, "draw": draw}
+EXPERIMENTS: dict[str, ModuleType] = {"classify": classify, "vae": vae, "draw": draw}
 OUT, ERR = Console(), Console(stderr=True)
 
 

@@ -43,8 +43,10 @@ def test_embedded_digits_are_whitened_and_large_enough():
 
 
 def test_folders_say_what_departs_from_the_preset():
-    demo = classify.PRESETS["demo"]
-    where = lambda **changes: str(folder("classify", replace(demo, **changes), demo))  # noqa: E731
+    def where(**changes):
+        config = replace(classify.PRESETS["demo"], **changes)
+        return str(folder("classify", config, classify.PRESETS))
+
     assert where() == "runs/classify/demo/weight-norm/lr-0.003/seed-1"
     assert where(seed=2, learning_rate=0.01).endswith("demo/weight-norm/lr-0.01/seed-2")
     assert where(epochs=3, width=0.5).endswith(

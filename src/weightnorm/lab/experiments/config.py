@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -79,11 +80,21 @@ def recorded(config: RunConfig) -> dict[str, Any]:
     return fields
 
 
-def folder(experiment: str, config: C, preset: C) -> Path:
+def preset_of(presets: Mapping[str, C], name: str, data: str) -> C:
+    """A preset by its name: the one for the data, such as ``cpu cifar10``, if it has its own."""
+    return presets.get(f"{name} {data}", presets[name])
+
+
+def start_of(config: C, presets: Mapping[str, C]) -> C:
+    """The preset that a config departs from."""
+    return preset_of(presets, config.preset, getattr(config, "data", ""))
+
+
+def folder(experiment: str, config: C, presets: Mapping[str, C]) -> Path:
     """runs/<experiment>/<preset>/<parameterization>/lr-…/seed-…; what departs from the preset is
     named beside it, as in ``cpu+epochs=3``."""
     apart = {"learning_rate", "seed", *config.PLACE}
-    theirs = what(preset)
+    theirs = what(start_of(config, presets))
     changed = [
         f"{name.replace('_', '-')}={value}"
         for name, value in what(config).items()

@@ -81,7 +81,7 @@ class Run:
     ) -> None:
         self.experiment, self.config = experiment, config
         self.console = console or Console(stderr=True)
-        self.folder = folder(experiment, config, presets[config.preset])
+        self.folder = folder(experiment, config, presets)
         self.device = pick_device(config.device)
         self.ranks = Ranks()
         self.epoch = self.step = self.rows = 0

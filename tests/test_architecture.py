@@ -39,7 +39,8 @@ LIBRARY = {
     "monitor": {"probes"},
     "linter": {"functional", "layers", "sites"},
     "diagnostics": {"linter", "monitor", "probes"},
-    "optimizer": {"functional", "kernels", "layers", "sharding"},
+    "held": {"functional", "kernels", "sharding"},
+    "optimizer": {"functional", "held", "layers"},
     "variants": {"collective", "mean_only", "reparam"},
 }
 

@@ -241,3 +241,16 @@ def test_bad_input():
         wider.load_state_dict(smaller.state_dict())
     with pytest.raises(ValueError, match="building a new WeightNormOptimizer"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_what_other_shardings_leave_of_a_weight_is_refused():
+    model = network()
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    optimizer.param_groups[0]["params"] = [flat]  # as DeepSpeed's ZeRO does
+    with pytest.raises(RuntimeError, match=r"others than at the start .* use weight_norm_model"):
+        optimizer.step()
+    layer = nn.Linear(4, 2)
+    layer.weight = nn.Parameter(layer.weight.detach().flatten()[:3])  # as FSDP1 does
+    with pytest.raises(ValueError, match=r"weight has shape \(3,\): .*fully_shard instead"):
+        WeightNormOptimizer(layer, torch.optim.SGD, lr=0.1)

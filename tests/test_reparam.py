@@ -453,3 +453,10 @@ def test_parts_of_a_plain_layer_is_an_error():
         parts(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="normalized here: weight_ih_l0, weight_hh_l0"):
         parts(weight_norm(nn.GRU(2, 2)))
+
+
+def test_what_deepspeed_has_partitioned_is_refused():
+    layer = nn.Linear(2, 3)
+    layer.weight.ds_id, layer.weight.data = 0, torch.empty(0)  # as ZeRO-3 leaves it
+    with pytest.raises(ValueError, match=r"Linear.weight is empty here: .*GatheredParameters"):
+        weight_norm(layer)

@@ -7,6 +7,7 @@ for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -32,7 +33,7 @@ def waiting(what: str, group: Group = None) -> Iterator[None]:
         yield
     except RuntimeError as error:
         here = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
-        reason = str(error).strip().splitlines()[0]
+        reason = re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0])  # torch's file
         raise RankLost(
             f"{here} waited for {what} in vain ({reason}): another rank died, hangs, or is at "
             "another point of the program"

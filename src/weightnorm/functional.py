@@ -7,6 +7,7 @@ convolution does: one g for each (group, index along `dim`).
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -147,7 +148,7 @@ def unit_rows(w: Tensor, dim: int | None = 0, groups: int = 1) -> Tensor:
     """
     dim = _checked_dim(w, dim, groups)
     if dim == 0:
-        return w.reshape(w.shape[0], -1)
+        return w.reshape(w.shape[0], math.prod(w.shape[1:]))
     blocks = kernels.as_blocks(gathered(w), dim, groups)
     return blocks.transpose(1, 2).flatten(2).flatten(0, 1)
 

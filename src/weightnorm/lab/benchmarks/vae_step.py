@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from weightnorm.lab.benchmarks.side_by_side import interleaved
 from weightnorm.lab.models.vae import VAE
@@ -27,13 +28,15 @@ NETWORKS: dict[str, tuple[Callable[..., VAE], tuple[int, ...], float]] = {
 
 
 def training_step(model: VAE, x: Tensor) -> Callable[[], None]:
-    """A step as the experiment takes it: bound, gradient, Adamax."""
-    optimizer = torch.optim.Adamax(model.parameters(), lr=0.002)
+    """A step as the experiment takes it: bound, gradient, Adamax, average."""
+    optimizer = torch.optim.Adamax(model.parameters(), lr=0.002, foreach=True)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
 
     def step() -> None:
         optimizer.zero_grad()
         (-model(x).elbo.mean()).backward()
         optimizer.step()
+        average.update_parameters(model)
 
     return step
 

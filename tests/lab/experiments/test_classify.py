@@ -67,6 +67,7 @@ def test_folders_say_what_departs_from_the_preset():
         ("limit", 1),
         ("learning_rate", 0.0),
         ("checkpoint_seconds", -1.0),
+        ("wait_seconds", 0.0),
     ],
 )
 def test_impossible_values_are_refused(field, value):

@@ -43,9 +43,11 @@ class RunConfig:
     """Run the model through torch.compile."""
     checkpoint_seconds: float = 60.0
     """A checkpoint at least this often; after a kill, at most this much is done again."""
+    wait_seconds: float = 300.0
+    """With many ranks: how long to wait for another one before giving it up for lost."""
 
     EXECUTION: ClassVar[frozenset[str]] = frozenset(
-        {"runs", "data_dir", "device", "compile", "checkpoint_seconds"}
+        {"runs", "data_dir", "device", "compile", "checkpoint_seconds", "wait_seconds"}
     )
     """Fields that say how to run, not what: they do not name the folder and may change."""
 
@@ -56,6 +58,8 @@ class RunConfig:
         rate = self.learning_rate
         require(0 < rate < math.inf, "learning_rate", rate, "a positive number")
         require(self.checkpoint_seconds >= 0, "checkpoint_seconds", self.checkpoint_seconds, "≥ 0")
+        wait = self.wait_seconds
+        require(0 < wait < math.inf, "wait_seconds", wait, "a positive number")
 
 
 def require(holds: bool, field: str, got: Any, expected: str) -> None:

@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo tour browser test lint types unit format clean
+.PHONY: demo tour conformance browser test lint types unit format clean
 
 demo: $(READY)
 	$(BIN)/weightnorm demo --out out
@@ -16,6 +16,10 @@ demo: $(READY)
 # The library alone, step by step, with a picture.
 tour: $(READY)
 	$(BIN)/python examples/tour.py --out out
+
+# The table of docs/conformance.md, written anew.
+conformance: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m conformance --write docs/conformance.md
 
 test: lint types unit
 

@@ -154,6 +154,16 @@ def test_children_and_parameters_keep_their_order():
     assert [n for n, _ in block.named_parameters()] == names
 
 
+@every_flavour
+@every_layer
+def test_weights_removed_one_by_one_come_back_in_order(flavour, case):
+    plain = case.make()
+    layer = flavour(copy.deepcopy(plain))
+    for name in weight_names(plain):
+        remove_weight_norm(layer, name)
+    assert list(layer.state_dict()) == list(plain.state_dict())
+
+
 def test_another_parametrization_on_top_is_folded_but_not_removed():
     class Double(nn.Module):
         def forward(self, w):

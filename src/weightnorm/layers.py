@@ -69,6 +69,8 @@ def unit_axis(layer: nn.Module, name: str) -> UnitAxis:
 
 def refusal(layer: nn.Module, name: str) -> str | None:
     """Why this tensor of this layer cannot be weight-normalized, if it cannot."""
+    if isinstance(layer, EMBEDDING) and layer.sparse:
+        return "its gradients are sparse, those of v are not; make the layer with sparse=False"
     if isinstance(layer, nn.MultiheadAttention):
         if name in ("bias_k", "bias_v"):
             return f"{name} is appended to the sequence as it is: it weights no input"

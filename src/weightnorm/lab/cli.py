@@ -22,7 +22,7 @@ from weightnorm.lab.checkpoint_files import FileError, convert_file, inspect_fil
 from weightnorm.lab.data import fetch
 from weightnorm.lab.data.catalog import DATA_SETS
 from weightnorm.lab.data.fetch import DataError
-from weightnorm.lab.experiments import classify, draw
+from weightnorm.lab.experiments import classify, draw, vae
 from weightnorm.lab.experiments.checkpoints import CheckpointError
 from weightnorm.lab.experiments.config import ConfigError
 from weightnorm.lab.experiments.outcome import render
@@ -38,7 +38,7 @@ from weightnorm.lab.parsing import (
 )
 from weightnorm.lab.records import RecordError
 
-EXPERIMENTS: dict[str, ModuleType] = {"classify": classify, "draw": draw}
+EXPERIMENTS: dict[str, ModuleType] = {"classify": classify, "vae": vae, "draw": draw}
 OUT, ERR = Console(), Console(stderr=True)
 
 
@@ -141,6 +141,40 @@ def _sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
 
 
 @dataclass(frozen=True)
+class ClaimsOptions:
+    """What the paper says about weight norm, claim by claim, with a verdict on each."""
+
+    quick: bool = False
+    """Embedded digits, two minutes; else CIFAR-10, half an hour on two cores."""
+    only: tuple[int, ...] = ()
+    """Numbers of the claims to measure; by default all."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """Seeds behind each empirical claim."""
+    runs: Path = Path("runs")
+    """Folder of all records: those of the experiments are read, the claims' are kept there."""
+    data_dir: Path | None = None
+    """Folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache."""
+
+
+def claims(words: list[str]) -> int:
+    """Measure what the paper claims; the same command goes on where it was stopped."""
+    from weightnorm.lab.claims.measure import measure, newest
+    from weightnorm.lab.claims.workbench import Workbench
+
+    options = parse(ClaimsOptions, words, "claims", claims)
+    bench = Workbench(options.quick, options.seeds, options.data_dir, options.runs)
+    folder = measure(bench, options.only, ERR)
+    table = Table("claim", "section", "value", "the paper says", "n", "verdict", show_lines=True)
+    for row in newest(folder).values():
+        name = f"{row['number']}. {row['statement']}"
+        texts = (name, row["section"], row["value"], row["paper"], str(row["n"]), row["verdict"])
+        table.add_row(*map(escape, texts))
+    OUT.print(table)
+    _say(OUT, f"record: {folder}; weightnorm report {options.runs} draws it")
+    return 0
+
+
+@dataclass(frozen=True)
 class ReportOptions:
     """One HTML page, and PNG and SVG of every figure, from the records below a folder."""
 
@@ -204,13 +238,15 @@ class ConvertOptions:
     """torch's newer keys, its older ones (weight_g, weight_v), or plain weights."""
     weights: tuple[str, ...] = ()
     """Plain weights to decompose, by name or pattern such as '*.weight'."""
+    dim: int | Literal["infer"] | None = "infer"
+    """The kept axis, where shapes do not tell it: a flat g, or plain weights (else 0)."""
 
 
 def convert(words: list[str]) -> int:
     """Move a checkpoint between torch's old keys, its new ones, and plain weights."""
     options = parse(ConvertOptions, words, "convert", convert)
-    names = convert_file(options.source, options.target, options.to, options.weights)
-    _say(OUT, f"{options.target}: {len(names)} normalized weights read, written as {options.to}")
+    names = convert_file(options.source, options.target, options.to, options.weights, options.dim)
+    _say(OUT, f"{options.target}: {len(names)} normalized weights, written as {options.to}")
     return 0
 
 
@@ -259,6 +295,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "list": list_,
     "run": run,
     "sweep": sweep_,
+    "claims": claims,
     "report": report_,
     "data": data,
     "convert": convert,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import tyro
 from rich.console import Console
 
-from weightnorm.lab.experiments.config import RunConfig
+from weightnorm.lab.experiments.config import RunConfig, preset_of
 
 T = TypeVar("T")
 
@@ -41,10 +41,11 @@ def nearest(word: str, known: Iterable[str], kind: str) -> str:
 
 def parse_config(module: ModuleType, words: list[str], verb: str) -> Any:
     """An experiment's config: its preset, then the flags, then the preset's learning rate."""
-    preset = module.PRESETS["cpu"]
-    for flag, value in pairwise([*_split(words), ""]):
-        if flag == "--preset":
-            preset = module.PRESETS.get(value, preset)  # an unknown one is refused below
+    said = dict(pairwise([*_split(words), ""]))
+    name = said.get("--preset", "cpu")
+    if name not in module.PRESETS:
+        name = "cpu"  # it is refused below
+    preset = preset_of(module.PRESETS, name, said.get("--data", ""))
     config: RunConfig = parse(type(preset), words, verb, module.run, default=preset)
     if "--learning-rate" not in _split(words):
         rate = module.LEARNING_RATES[config.preset][config.parameterization]

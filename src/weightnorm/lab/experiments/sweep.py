@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightnorm import Parameterization
-from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, require
+from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, require, start_of
 from weightnorm.lab.experiments.config import recorded as recorded_config
 from weightnorm.lab.experiments.outcome import SweepResult, shown, summarize
 from weightnorm.lab.experiments.workers import POLL_SECONDS, Job, Stop, Task, Workers, workers
@@ -33,8 +33,8 @@ from weightnorm.lab.records import RecordError, RunRecord, load_record, read_row
 COMMAND = (sys.executable, "-m", "weightnorm", "run")
 LIVE_SECONDS, LINE_SECONDS = 0.5, 60.0
 """How often the state of the runs is shown in a terminal, and in a pipe."""
-ALWAYS_SAID = ("preset", "parameterization", "learning_rate", "seed")
-"""Fields that a run's command names even where the preset has the same."""
+ALWAYS_SAID = ("preset", "learning_rate", "seed")
+"""Fields that a run's command names even where the preset has the same, beside the folders'."""
 
 
 # — the grid —
@@ -56,12 +56,12 @@ class Grid:
         require(bool(self.parameterizations), "parameterizations", "empty", "one or more")
         require(bool(self.seeds), "seeds", "empty", "one or more")
         module = importlib.import_module(f"weightnorm.lab.experiments.{self.experiment}")
-        preset = module.PRESETS[self.base.preset]
+        preset = start_of(self.base, module.PRESETS)
         jobs: dict[Path, Job] = {}
         for seed, how in product(self.seeds, self.parameterizations):
             for rate in self.learning_rates or [module.LEARNING_RATES[self.base.preset][how]]:
                 config = replace(self.base, parameterization=how, learning_rate=rate, seed=seed)
-                place = folder(self.experiment, config, preset)
+                place = folder(self.experiment, config, module.PRESETS)
                 if place in jobs:
                     raise ConfigError(f"two runs of the grid are {place}; name each value once")
                 words = (*command, self.experiment, *flags(config, preset))
@@ -85,7 +85,7 @@ def flags(config: RunConfig, preset: RunConfig) -> list[str]:
     words = []
     for name in (f.name for f in dataclasses.fields(config)):
         value, flag = getattr(config, name), name.replace("_", "-")
-        if name not in ALWAYS_SAID and value == getattr(preset, name):
+        if name not in (*ALWAYS_SAID, *config.PLACE) and value == getattr(preset, name):
             continue
         if isinstance(value, bool):
             words += [f"--{flag}" if value else f"--no-{flag}"]

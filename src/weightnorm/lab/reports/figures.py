@@ -25,6 +25,8 @@ LEGEND_WIDTH = 57
 """Characters."""
 PICTURE_WIDTH = 640
 """Pixels that a picture is enlarged to, at most."""
+TICKS = 6
+"""On a logarithmic axis one at each value, if they are no more; else one at each decade."""
 MARKERS = 8
 """On a long line."""
 STYLE = {
@@ -126,12 +128,15 @@ def _draw_line(axes: Axes, line: Line) -> Line2D:
 def _scale(axes: Axes, plot: Plot) -> None:
     if plot.from_zero:
         axes.set_ylim(bottom=0)
+    if plot.log_y:
+        axes.set_yscale("log")
     if plot.log_x:
         axes.set_xscale("log")
         ticks = sorted({x for line in plot.lines for x in line.x})
-        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        if len(ticks) <= TICKS:
+            axes.xaxis.set_major_locator(FixedLocator(ticks))
+            axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 

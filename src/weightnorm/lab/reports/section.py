@@ -38,7 +38,8 @@ class Plot:
     y: str
     lines: tuple[Line, ...]
     log_x: bool = False
-    """Logarithmic, with a tick at each x that occurs; else x counts epochs."""
+    """Logarithmic; else x counts epochs."""
+    log_y: bool = False
     from_zero: bool = False
 
     @property

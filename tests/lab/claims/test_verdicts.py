@@ -1,0 +1,181 @@
+"""The rule of each verdict, on numbers for which the claim is true and for which it is false."""
+
+import math
+
+import pytest
+
+from weightnorm.lab.claims import (
+    algebra,
+    cost,
+    covariance,
+    growth,
+    initialization,
+    noise,
+    recorded,
+    robustness,
+)
+from weightnorm.lab.claims.claim import (
+    FAILS,
+    HOLDS,
+    NEEDS_SCALE,
+    NOT_MEASURED,
+    QUALITATIVELY,
+    Interval,
+    above,
+    bootstrap,
+    exactly,
+    weakest,
+)
+
+
+def around(mean, half=0.01):
+    return Interval(mean, mean - half, mean + half)
+
+
+def test_the_bootstrap_covers_the_mean_and_widens_with_the_spread():
+    narrow, wide = bootstrap([1.0, 1.1, 0.9, 1.0]), bootstrap([0.0, 2.0, -1.0, 3.0])
+    for interval in (narrow, wide):
+        assert interval.mean == pytest.approx(1)
+        assert interval.low < 1 < interval.high
+    assert narrow.high - narrow.low < wide.high - wide.low
+    assert bootstrap([1.0, 2.0, 4.0]) == bootstrap([1.0, 2.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("deviation", "verdict"), [(1e-12, HOLDS), (1e-3, FAILS), (math.nan, FAILS), (math.inf, FAILS)]
+)
+def test_an_identity_holds_to_rounding_or_not(deviation, verdict):
+    assert exactly(deviation, 1e-9) == verdict
+
+
+def test_a_claim_is_as_true_as_its_weakest_part():
+    assert weakest(HOLDS, HOLDS) == HOLDS
+    assert weakest(HOLDS, QUALITATIVELY, FAILS) == FAILS
+    assert above(around(0.6), 0.5) == HOLDS
+    assert above(around(0.505), 0.5) == QUALITATIVELY
+    assert above(Interval(0.6, -0.1, 1.3), 0.5) == FAILS
+
+
+def grown(shrinking=0.0, pythagoras=1e-15, momentum=1.5, adam=1.2):
+    other = {"shrinking": [0.1], "pythagoras": 0.3}
+    return {
+        "gradient descent": {"shrinking": [shrinking], "growth": [2.0], "pythagoras": pythagoras},
+        "momentum 0.9": {**other, "growth": [momentum]},
+        "Adam": {**other, "growth": [adam]},
+    }
+
+
+def test_growth():
+    assert growth.growth_verdict(grown()) == HOLDS
+    assert growth.growth_verdict(grown(adam=0.9)) == QUALITATIVELY
+    assert growth.growth_verdict(grown(shrinking=0.001)) == FAILS
+    assert growth.growth_verdict(grown(pythagoras=1e-3)) == FAILS
+
+
+def test_noise_and_growth():
+    assert growth.noise_verdict(around(0.1), around(0.1)) == HOLDS
+    assert growth.noise_verdict(around(0.1), around(0.0)) == QUALITATIVELY
+    assert growth.noise_verdict(around(-0.1), around(0.1)) == FAILS
+    values = {128: [1.0, 1.1], 32: [1.2, 1.2], 8: [1.5, 1.6]}
+    assert growth.ordered(values).mean == pytest.approx(0.5)
+
+
+def test_widths_and_losses_at_the_end():
+    rates = tuple(10.0**x for x in range(-4, 1))
+    assert robustness.width([2.3, 2.3, 0.1, 2.3, 2.3], rates) == pytest.approx(1)
+    assert robustness.width([0.1, 0.1, 0.1, 0.1, 0.1], rates) == pytest.approx(5)
+    chance = math.log(10)
+    assert robustness.at_the_end([1.0] * 5 + [math.nan], 10) == chance
+    assert robustness.at_the_end([9.0] * 10, 10) == chance
+    assert robustness.at_the_end([2.0] * 8 + [0.5, 1.5], 10) == pytest.approx(1.0)
+
+
+def test_the_log_scale():
+    assert robustness.log_verdict([around(0.1), around(0.2)]) == HOLDS
+    assert robustness.log_verdict([around(0.0), around(0.2)]) == QUALITATIVELY
+    assert robustness.log_verdict([around(0.2), around(-0.2)]) == FAILS
+
+
+def test_the_dominant_direction():
+    random, above_random = around(0.1), around(0.2)
+    assert covariance.alignment_verdict(around(0.8), random, above_random) == HOLDS
+    assert covariance.alignment_verdict(around(0.3), random, above_random) == QUALITATIVELY
+    assert covariance.alignment_verdict(around(0.3), random, around(0.0)) == FAILS
+    assert covariance.alignment_verdict(around(0.1), random, above_random) == FAILS
+
+
+def test_nearer_the_identity():
+    assert covariance.evenness_verdict(around(0.2)) == HOLDS
+    assert covariance.evenness_verdict(around(0.02)) == QUALITATIVELY
+    assert covariance.evenness_verdict(around(-0.2)) == FAILS
+
+
+def test_tails():
+    def gaps(large, small):
+        return {
+            16: {"variance": around(small), "inverse_std": around(small)},
+            100: {"variance": around(large), "inverse_std": around(large)},
+        }
+
+    assert noise.noise_verdict(gaps(0.1, 0.5)) == HOLDS
+    assert noise.noise_verdict(gaps(0.0, 0.5)) == QUALITATIVELY
+    assert noise.noise_verdict(gaps(0.1, 0.0)) == FAILS
+
+
+def test_independence():
+    truth = {
+        "standard": 0.0,
+        "weight-norm": 0.0,
+        "batch-norm": 1.0,
+        "mean-only-batch-norm": 0.5,
+        "weight-norm-mean-only": 0.5,
+    }
+    assert algebra.independence_verdict(truth) == HOLDS
+    assert algebra.independence_verdict({**truth, "weight-norm": 0.1}) == FAILS
+    assert algebra.independence_verdict({**truth, "batch-norm": 0.0}) == FAILS
+
+
+def test_moments():
+    def numbers(own, other):
+        return {"init batch: largest |mean|": own, "other batch: mean |std − 1|": other}
+
+    assert initialization.moments_verdict(numbers(1e-6, 0.05)) == HOLDS
+    assert initialization.moments_verdict(numbers(1e-6, 0.5)) == QUALITATIVELY
+    assert initialization.moments_verdict(numbers(0.1, 0.05)) == FAILS
+
+
+def test_time_and_memory():
+    assert cost.time_verdict(around(1.005), around(1.16)) == HOLDS
+    assert cost.time_verdict(around(1.08), around(1.16)) == QUALITATIVELY
+    assert cost.time_verdict(around(1.16), around(1.16)) == FAILS
+    assert cost.memory_verdict([1000, 1000], weights=1000) == HOLDS
+    assert cost.memory_verdict([1000, 2000], weights=1000) == FAILS
+    assert cost.memory_verdict([9000, 9000], weights=1000) == FAILS
+
+
+TRAIN = {
+    "standard": 0.3,
+    "batch-norm": 0.1,
+    "weight-norm": 0.2,
+    "mean-only-batch-norm": 0.2,
+    "weight-norm-mean-only": 0.15,
+}
+TEST = {**TRAIN, "weight-norm-mean-only": 0.05}
+
+
+def test_orderings_of_the_records():
+    assert recorded.orderings_verdict(TRAIN, TEST, at_scale=True) == HOLDS
+    assert recorded.orderings_verdict(TRAIN, TEST, at_scale=False) == QUALITATIVELY
+    assert recorded.orderings_verdict(TRAIN, TRAIN, at_scale=True) == FAILS
+    assert recorded.orderings_verdict({**TRAIN, "standard": 0.0}, TRAIN, at_scale=False) == FAILS
+    assert recorded.orderings_verdict({"standard": 0.3}, {"standard": 0.3}, False) == NOT_MEASURED
+
+
+def test_the_other_experiments():
+    ahead = {"standard": 90.0, "weight-norm": 88.0}
+    behind = {"standard": 88.0, "weight-norm": 90.0}
+    assert recorded.better_verdict({"vae": ahead, "draw": ahead}) == QUALITATIVELY
+    assert recorded.better_verdict({"vae": ahead, "draw": behind}) == NEEDS_SCALE
+    assert recorded.better_verdict({"vae": ahead, "draw": {}}) == NEEDS_SCALE
+    assert recorded.better_verdict({"vae": behind}) == FAILS
+    assert recorded.better_verdict({"vae": {}}) == NOT_MEASURED

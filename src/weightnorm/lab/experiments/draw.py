@@ -81,7 +81,7 @@ class Config(RunConfig):
 PAPER = Config(preset="paper", learning_rate=0.0003)
 PRESETS = {
     "paper": PAPER,
-    "cpu": replace(PAPER, preset="cpu", steps=16, hidden=128, epochs=30, learning_rate=0.001),
+    "cpu": replace(PAPER, preset="cpu", steps=16, read_size=5, epochs=25, learning_rate=0.001),
     "demo": replace(
         PAPER,
         preset="demo",

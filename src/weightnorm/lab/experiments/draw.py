@@ -97,7 +97,7 @@ PRESETS = {
 }
 SIZES = {
     "paper": ("64 steps, 256 units", "100 epochs", "a GPU, days"),
-    "cpu": ("16 steps, 128 units", "30 epochs", "two cores, 25 minutes"),
+    "cpu": ("16 steps, 256 units", "25 epochs", "two cores, about 25 minutes"),
     "demo": ("8 steps, 64 units", "embedded digits", "a minute"),
 }
 LEARNING_RATES = {

@@ -8,11 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from commands import environment, outcome, run_folder, same, spread, wait_for
+from weightnorm.lab.experiments.ranks import Ranks
 from weightnorm.lab.records import load_record
 
 DOCS = Path(__file__).parents[3] / "docs" / "scaling.md"
@@ -122,3 +126,24 @@ def test_a_lost_rank_ends_the_run_in_time_and_the_same_command_goes_on(tmp_path,
     whole = tmp_path / "undisturbed"
     spread(2, "run", "classify", "--preset", "demo", *WORDS, "--runs", whole)
     assert same(outcome(runs), outcome(whole))
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "gpu"),
+    [
+        ("cpu", "gloo", None),
+        ("cuda", "cpu:gloo,cuda:nccl", 3),
+        ("cuda:1", "cpu:gloo,cuda:nccl", None),
+    ],
+)
+def test_each_rank_of_a_machine_has_a_gpu_of_its_own(monkeypatch, device, backend, gpu):
+    asked = {}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: asked.update(gpu=index))
+    monkeypatch.setattr(dist, "init_process_group", lambda b, timeout: asked.update(b=b, t=timeout))
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    assert Ranks.join(torch.device(device), 9) == Ranks(5, 8)
+    assert asked.pop("gpu", None) == gpu
+    assert asked == {"b": backend, "t": timedelta(seconds=9)}

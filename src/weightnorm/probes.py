@@ -112,8 +112,8 @@ def gradient_covariance(gradients: Tensor) -> Tensor:
     return torch.einsum("kum,kun->umn", centred, centred) / len(gradients)
 
 
-class NoiseKurtosis(NamedTuple):
-    """Excess kurtosis, channel by channel, of what a batch estimates; 0 for Gaussian noise."""
+class BatchNoise(NamedTuple):
+    """What batches estimate of each channel: (draws, channels), or a statistic of it (channels)."""
 
     mean: Tensor
     variance: Tensor
@@ -121,21 +121,31 @@ class NoiseKurtosis(NamedTuple):
 
 
 @torch.no_grad()
-def noise_kurtosis(
+def batch_noise(
     t: Tensor, batch_size: int, draws: int = 1000, generator: torch.Generator | None = None
-) -> NoiseKurtosis:
-    """How heavy the tails are of the noise that a batch's statistics put on a pre-activation.
+) -> BatchNoise:
+    """The mean, variance and 1/σ of `draws` batches of `batch_size` examples of a pre-activation.
 
-    Mean-only batch norm adds the noise of the batch mean alone; full batch norm multiplies by 1/σ
-    of the batch (section 4). Batches of `batch_size` of the examples in t (examples, channels, …)
-    are drawn `draws` times; costs O(draws · batch_size) rows of t.
+    t is (examples, channels, …). Costs O(draws · batch_size) rows of (examples, channels).
     """
     x = t.flatten(2) if t.dim() > 2 else t[..., None]
     first, second = x.mean(2), x.square().mean(2)  # (examples, channels)
     rows = torch.randint(len(t), (draws, batch_size), generator=generator).to(t.device)
     mean = first[rows].mean(1)  # (draws, channels)
     variance = (second[rows].mean(1) - mean.square()).clamp_min(torch.finfo(t.dtype).tiny)
-    return NoiseKurtosis(*(excess_kurtosis(s) for s in (mean, variance, variance.rsqrt())))
+    return BatchNoise(mean, variance, variance.rsqrt())
+
+
+def noise_kurtosis(
+    t: Tensor, batch_size: int, draws: int = 1000, generator: torch.Generator | None = None
+) -> BatchNoise:
+    """How heavy the tails are of the noise that a batch's statistics put on a pre-activation:
+    excess kurtosis, channel by channel; 0 for Gaussian noise.
+
+    Mean-only batch norm adds the noise of the batch mean alone; full batch norm multiplies by 1/σ
+    of the batch (section 4). Drawn as in :func:`batch_noise`.
+    """
+    return BatchNoise(*map(excess_kurtosis, batch_noise(t, batch_size, draws, generator)))
 
 
 def excess_kurtosis(x: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,9 +21,12 @@ from weightnorm.lab.claims import (
     robustness,
 )
 from weightnorm.lab.claims.claim import CLAIMS
+from weightnorm.lab.claims.crew import Crew
+from weightnorm.lab.claims.progress import Shown
 from weightnorm.lab.claims.workbench import Workbench
-from weightnorm.lab.experiments.config import ConfigError
+from weightnorm.lab.experiments.config import ConfigError, require
 from weightnorm.lab.experiments.environment import environment
+from weightnorm.lab.experiments.run import Interrupted
 from weightnorm.lab.records import Row, append_row, load_record, read_rows, write_json
 
 FROM_RECORDS = (18, 20)
@@ -35,28 +40,35 @@ def measure(
     bench: Workbench,
     only: Sequence[int] = (),
     console: Console | None = None,
+    workers: int = 1,
 ) -> Path:
     """Measure what is not measured yet; the record's folder."""
-    console = console or Console(stderr=True)
     folder = bench.runs / "claims" / ("quick" if bench.quick else "full")
     if unknown := [number for number in only if number not in CLAIMS]:
-        raise ConfigError(
-            f"there is no claim {unknown[0]}; there are {', '.join(map(str, CLAIMS))}"
-        )
+        there = ", ".join(map(str, sorted(CLAIMS)))
+        raise ConfigError(f"there is no claim {unknown[0]}; there are {there}")
+    require(len(set(bench.seeds)) > 1, "seeds", bench.seeds, "two or more, for an interval")
     open_record(folder, bench)
-    done = {row["number"]: row for row in read_rows(folder / "metrics.jsonl")}
+    done = newest(folder)
     wanted = sorted(set(only or CLAIMS))
-    for count, number in enumerate(wanted, 1):
-        if number in done and number not in FROM_RECORDS:
-            continue
-        claim = CLAIMS[number]
-        console.print(f"claim {number} ({count} of {len(wanted)}): {claim.statement}", markup=False)
-        found = claim.measure(bench)
-        console.print(f"  {found.verdict}: {found.value}", markup=False, highlight=False)
-        append_row(folder / "metrics.jsonl", claim.row(found))
+    left = [n for n in wanted if n not in done or n in FROM_RECORDS]
+    shown = Shown(console or Console(stderr=True), len(left))
+    crew = Crew(workers, folder / "parts.jsonl", shown.part)
+    bench = replace(bench, crew=crew)
+    try:
+        for number in left:
+            shown.begin(CLAIMS[number])
+            found = CLAIMS[number].measure(bench)
+            append_row(folder / "metrics.jsonl", CLAIMS[number].row(found))
+            shown.end(found)
+    except KeyboardInterrupt:
+        raise Interrupted(folder) from None
+    finally:
+        shown.close()
+        crew.close()
     rows = newest(folder)
     if set(rows) >= set(CLAIMS):
-        write_json(folder / "result.json", tally(rows))
+        write_json(folder / "result.json", Counter(row["verdict"] for row in rows.values()))
     return folder
 
 
@@ -77,11 +89,3 @@ def newest(folder: Path) -> dict[int, Row]:
     """Each claim's newest row, in order."""
     rows = {row["number"]: row for row in read_rows(folder / "metrics.jsonl")}
     return dict(sorted(rows.items()))
-
-
-def tally(rows: dict[int, Row]) -> dict[str, int]:
-    """How many claims have each verdict."""
-    counts: dict[str, int] = {}
-    for row in rows.values():
-        counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
-    return counts

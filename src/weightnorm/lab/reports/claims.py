@@ -50,7 +50,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def plot(preset: str, row: Row, shown: dict[str, Any]) -> Plot:
     lines = tuple(line(series, index) for index, series in enumerate(shown["series"]))
-    bands = " Band: 95 % interval of the mean." if any(one.spread for one in lines) else ""
+    bands = " Band: 95 % interval of the mean." if any(one.low for one in lines) else ""
     return Plot(
         slug(f"claim {preset} {row['number']} {shown['title']}"),
         f"Claim {row['number']}: {shown['title']}",
@@ -64,8 +64,5 @@ def plot(preset: str, row: Row, shown: dict[str, Any]) -> Plot:
 
 
 def line(series: dict[str, Any], index: int) -> Line:
-    x, y = tuple(series["x"]), tuple(series["y"])
-    bounds = zip(series["low"], series["high"], strict=True)
-    return Line(
-        series["name"], look(series["name"], index), x, y, tuple((b - a) / 2 for a, b in bounds)
-    )
+    x, y, low, high = (tuple(series[key]) for key in ("x", "y", "low", "high"))
+    return Line(series["name"], look(series["name"], index), x, y, low=low, high=high)

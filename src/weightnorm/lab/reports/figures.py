@@ -109,9 +109,11 @@ def figure(plot: Plot) -> Figure:
 
 
 def _draw_line(axes: Axes, line: Line) -> Line2D:
+    low, high = line.low, line.high
     if line.spread:
-        low = [y - spread for y, spread in zip(line.y, line.spread, strict=True)]
-        high = [y + spread for y, spread in zip(line.y, line.spread, strict=True)]
+        low = tuple(y - spread for y, spread in zip(line.y, line.spread, strict=True))
+        high = tuple(y + spread for y, spread in zip(line.y, line.spread, strict=True))
+    if low:
         axes.fill_between(line.x, low, high, color=line.look.colour, alpha=0.18, linewidth=0)
     return axes.plot(
         line.x,

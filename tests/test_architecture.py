@@ -47,11 +47,16 @@ LIBRARY = {
 LAB = {
     # room: (rooms of the lab it may enter, whether it uses the library, outside packages)
     "records": (set(), False, set()),
+    "allocation": (set(), False, set()),
     "data": (set(), False, {"numpy", "torch", "pooch", "sklearn"}),
     "models": (set(), True, {"torch"}),
-    "experiments": ({"data", "models", "records"}, True, {"numpy", "torch", "rich", "ray"}),
+    "experiments": (
+        {"allocation", "data", "models", "records"},
+        True,
+        {"numpy", "torch", "rich", "ray"},
+    ),
     "claims": ({"data", "experiments", "models", "records"}, True, {"torch", "rich"}),
-    "benchmarks": ({"experiments", "models", "records"}, True, {"torch", "rich"}),
+    "benchmarks": ({"allocation", "experiments", "models", "records"}, True, {"torch", "rich"}),
     "reports": ({"records"}, False, {"numpy", "matplotlib", "PIL", "jinja2"}),
     "safetensors_writer": (set(), False, {"torch"}),
     "checkpoint_files": ({"records", "safetensors_writer"}, True, {"torch", "safetensors"}),

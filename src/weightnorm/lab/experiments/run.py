@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from weightnorm.collective import RankLost
 from weightnorm.diagnostics import unit_weights
+from weightnorm.lab.allocation import keep_freed_memory
 from weightnorm.lab.experiments.checkpoints import (
     load_checkpoint,
     random_state,
@@ -106,6 +107,7 @@ class Run:
             self.ranks.gather(None, "the folder")  # there, and ours, before any rank goes on
             for which in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[which] = signal.signal(which, self._on_signal)
+            keep_freed_memory()
             torch.manual_seed(self.config.seed)
         except BaseException as error:
             self._close()

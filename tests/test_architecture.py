@@ -55,7 +55,7 @@ LAB = {
         True,
         {"numpy", "torch", "rich", "ray"},
     ),
-    "claims": ({"data", "experiments", "models", "records"}, True, {"torch", "rich"}),
+    "claims": ({"allocation", "data", "experiments", "models", "records"}, True, {"torch", "rich"}),
     "benchmarks": ({"allocation", "experiments", "models", "records"}, True, {"torch", "rich"}),
     "reports": ({"records"}, False, {"numpy", "matplotlib", "PIL", "jinja2"}),
     "safetensors_writer": (set(), False, {"torch"}),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from weightnorm.lab.allocation import keep_freed_memory
 from weightnorm.lab.records import append_row, read_rows
 
 Part = tuple[str | int | float, ...]
@@ -80,6 +81,7 @@ def _begin(bench: Any) -> None:
     global _bench
     _bench = bench
     torch.set_num_threads(1)
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who started the workers decides
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 

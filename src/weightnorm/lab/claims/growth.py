@@ -53,11 +53,8 @@ def monotone_growth(bench: Workbench) -> Measured:
     for name in OPTIMIZERS:
         rows = [found[name, seed] for seed in bench.seeds]
         numbers[name] = {key: [row[key] for row in rows] for key in rows[0] if key != "curve"}
-        stats = [
-            bootstrap(list(column)) for column in zip(*(r["curve"] for r in rows), strict=True)
-        ]
-        mean, low, high = zip(*stats, strict=True)
-        series.append(Series(name, tuple(map(float, range(len(mean)))), mean, low, high))
+        curves = [row["curve"] for row in rows]
+        lines.append(series(name, range(len(curves[0])), zip(*curves, strict=True)))
     said = [
         f"{name}: {100 * max(x['shrinking']):.2g} % of unit-steps shrink, ‖v‖ × "
         f"{bootstrap(x['growth'])}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from weightnorm.lab.allocation import keep_freed_memory
 from weightnorm.lab.claims import (
     algebra,
     cost,
@@ -52,6 +53,7 @@ def measure(
     done = newest(folder)
     wanted = sorted(set(only or CLAIMS))
     left = [n for n in wanted if n not in done or n in FROM_RECORDS]
+    keep_freed_memory()
     shown = Shown(console or Console(stderr=True), len(left))
     crew = Crew(workers, folder / "parts.jsonl", shown.part)
     bench = replace(bench, crew=crew)

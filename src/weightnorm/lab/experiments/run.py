@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import fcntl
 import io
-import shlex
+import math
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ from weightnorm.lab.records import (
     write_json,
 )
 
+T = TypeVar("T")
 LIVE_SECONDS = 0.5
 """How often the live metrics are read off the device; each reading waits for it."""
 
@@ -235,20 +236,28 @@ class Run:
     def batches(self, examples: int, size: int) -> Iterator[Tensor]:
         """This rank's rows of each minibatch still to do in this epoch, reshuffled every epoch."""
         order = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.epoch)
-        batches = torch.randperm(examples, generator=order).split(size)
-        self._reporter.epoch(self.epoch, len(batches), self.step)
-        began = saved = shown = time.monotonic()
-        before = self.seconds
-        for rows in batches[self.step :]:
+        for rows in self._watched(torch.randperm(examples, generator=order).split(size)):
             self.batch = len(rows)
             yield self.ranks.share(rows)
+
+    def steps(self, count: int, save_every: float = math.inf) -> Iterator[int]:
+        """The steps still to do in this epoch, where it is not over examples."""
+        return self._watched(range(count), save_every)
+
+    def _watched(self, steps: Sequence[T], save_every: float = math.inf) -> Iterator[T]:
+        """What is left of an epoch's steps; in between, progress, checkpoints, the end if asked."""
+        self._reporter.epoch(self.epoch, len(steps), self.step)
+        began = saved = shown = time.monotonic()
+        before, saved_at = self.seconds, self.step
+        for step in steps[self.step :]:
+            yield step
             self.step += 1
             now = time.monotonic()
             self.seconds = before + now - began
             live = now - shown > LIVE_SECONDS
             self._reporter.step(self.step, _shown(self.totals.means) if live else "")
             shown = now if live else shown
-            due = now - saved > self.config.checkpoint_seconds
+            due = now - saved > self.config.checkpoint_seconds or self.step - saved_at >= save_every
             # On an accelerator looking at the sums waits for it, so not at every step.
             broken = (live or due or self.device.type == "cpu") and not self.totals.finite
             stop, due, broken = self.ranks.any(self._stop, due, broken)
@@ -256,7 +265,7 @@ class Run:
                 self._fail()
             if due:
                 self.save()
-                saved = time.monotonic()
+                saved, saved_at = time.monotonic(), self.step
             self._stop_if(stop)
 
     def add(self, **amounts: Tensor | float) -> None:
@@ -326,11 +335,6 @@ class Run:
         # Those that are not numbers first.
         longest = sorted(norms, key=lambda name: (norms[name] == norms[name], -norms[name]))
         return ", ".join(f"{name} {norms[name]:.4g}" for name in longest[:count])
-
-
-def resume_command(words: list[str]) -> str:
-    """The command that goes on with a run."""
-    return shlex.join(["weightnorm", *words])
 
 
 def _shown(metrics: Mapping[str, float]) -> str:

@@ -6,6 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from weightnorm.lab.records import load_record
+
 BASE = [sys.executable, "-W", "error::UserWarning:weightnorm", "-m", "weightnorm"]
 OFFLINE = "http://127.0.0.1:9"
 """A proxy that refuses every connection."""
@@ -60,3 +64,39 @@ def run_folder(runs: Path) -> Path:
     """The one run below a folder."""
     (config,) = runs.rglob("config.json")
     return config.parent
+
+
+def spread(ranks: int, *words: object) -> None:
+    """Run a command on several ranks, to its end."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *launch, "-m", "weightnorm", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=environment(GLOO_SOCKET_IFNAME="lo"),
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def outcome(runs: Path):
+    """Everything a run leaves that must not depend on how often it was stopped."""
+    folder = run_folder(runs)
+    record = load_record(folder)
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    timeless = [{k: v for k, v in row.items() if k != "seconds"} for row in record.metrics]
+    result = {k: v for k, v in record.result.items() if k != "seconds"}
+    kept = {path.name: path.read_bytes() for path in folder.glob("*.npz")}
+    return timeless, result, state["states"], state["random"], kept
+
+
+def same(a, b) -> bool:
+    """Whether two outcomes are equal, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b

@@ -202,6 +202,19 @@ def test_an_ambiguous_axis_is_asked_for():
     torch.testing.assert_close(w.norm(dim=0), state["a.w_g"].abs())
     with pytest.raises(CheckpointError, match="fits none of its axes"):
         convert_state_dict({"w_v": torch.randn(3, 3), "w_g": torch.randn(5)}, "folded")
+    beside = {**state, "b.w_v": torch.randn(4, 2), "b.w_g": torch.randn(4, 1)}
+    w = convert_state_dict(beside, "folded", dim=1)["b.w"]  # its own shape is plain enough
+    torch.testing.assert_close(w.norm(dim=1, keepdim=True), beside["b.w_g"].abs())
+    one = {"w_v": torch.randn(3, 3), "w_g": torch.tensor([2.0])}
+    assert convert_state_dict(one, "folded", dim=None)["w"].norm() == pytest.approx(2)
+
+
+def test_the_same_number_of_units_along_another_axis_is_another_parameterization():
+    source = disturbed(parametrizations.weight_norm(nn.ConvTranspose1d(4, 4, 3), dim=0))
+    target = weight_norm(nn.ConvTranspose1d(4, 4, 3))  # keeps axis 1: its output channels
+    x = torch.randn(2, 4, 5)
+    load_state_dict(target, source.state_dict())
+    torch.testing.assert_close(target(x), source(x))
 
 
 def test_bad_input():
@@ -218,3 +231,12 @@ def test_bad_input():
     load_state_dict(model, state, strict=False)
     with pytest.raises(CheckpointError, match=r"0.weight has shape \(9, 9\) in the checkpoint"):
         load_state_dict(model, {"0.weight": torch.ones(9, 9)}, strict=False)
+    with pytest.raises(CheckpointError, match=r"a.w: dim=2 is out of range for a weight of 2"):
+        convert_state_dict({"a.w": torch.ones(2, 2)}, "hook", weights=["a.w"], dim=2)
+
+
+def test_a_key_that_ends_like_a_part_keeps_its_name_in_errors():
+    model = weight_norm(nn.Linear(2, 2))
+    model.register_buffer("relative_v", torch.zeros(2))  # attention's v, not weight norm's
+    with pytest.raises(CheckpointError, match=r"missing: bias, weight, relative_v"):
+        load_state_dict(model, {})

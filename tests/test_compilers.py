@@ -1,13 +1,26 @@
 """torch.compile in one graph, torch.export, and the function transforms: same numbers as eager."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightnorm import data_dependent_init, mean_only_batch_norm, weight_norm, weight_norm_model
-from zoo import LAYERS
+from weightnorm import (
+    MeanOnlyBatchNorm2d,
+    folded,
+    kernels,
+    mean_only_batch_norm,
+    parts,
+    weight_norm,
+)
+from zoo import LAYERS, every_layer, trained_network
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+G, V = "parametrizations.weight.original0", "parametrizations.weight.original1"
 
 # Dynamo refuses recurrent layers, weight-normed or not; their cells it takes.
 GRAPHED = [name for name in LAYERS if name not in ("rnn", "lstm", "gru")]
@@ -57,27 +70,25 @@ def test_one_graph_of_every_variant(make):
     torch.testing.assert_close(compiled(x), layer(x))
 
 
-def network():
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3),
-        nn.ReLU(),
-        mean_only_batch_norm(nn.ConvTranspose2d(4, 6, 3, groups=2)),
-        nn.Flatten(),
-        nn.Linear(6 * 64, 4),
-    )
-    weight_norm_model(model)
-    data_dependent_init(model, torch.randn(20, 3, 8, 8))
-    return model.eval()
-
-
 def test_the_real_compiler_after_initialization():
-    model, x = network(), torch.randn(2, 3, 8, 8)
+    model, x = trained_network(), torch.randn(2, 3, 8, 8)
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-4)
 
 
+def test_folding_a_compiled_model():
+    model, x = trained_network(), torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = compiled(x)
+    with folded(model):
+        torch.testing.assert_close(compiled(x), expected)
+    with torch.no_grad():
+        parts(model[0]).g.mul_(2)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
 def test_export():
-    model, x = network(), torch.randn(2, 3, 8, 8)
+    model, x = trained_network(), torch.randn(2, 3, 8, 8)
     program = torch.export.export(model, (x,))
     torch.testing.assert_close(program.module()(x), model(x))
 
@@ -95,3 +106,136 @@ def test_per_example_gradients():
         one = torch.func.grad(loss)(parameters, x[i])
         for name in one:
             torch.testing.assert_close(each[name][i], one[name])
+
+
+TRANSFORMS = [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
+def test_derivatives_in_v_and_g_of_any_kind(transform):
+    layer = weight_norm(nn.Linear(3, 2)).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def called(parameters):
+        return torch.func.functional_call(layer, parameters, (x,))
+
+    def written_out(parameters):
+        b, g, v = parameters.values()
+        return x @ (g * v / v.norm(dim=1, keepdim=True)).T + b
+
+    assert [*parameters] == ["bias", G, V]
+    torch.testing.assert_close(transform(called)(parameters), transform(written_out)(parameters))
+
+
+ENSEMBLES = {
+    "network": (trained_network, (5, 3, 8, 8)),
+    "log": (lambda: weight_norm(nn.Linear(3, 2), scale="log"), (5, 3)),
+    "masked": (lambda: weight_norm(nn.Linear(3, 3), mask=torch.ones(3, 3).tril()), (5, 3)),
+    "one-g": (lambda: weight_norm(nn.Conv1d(3, 2, 3), dim=None), (5, 3, 4)),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), ENSEMBLES.values(), ids=ENSEMBLES.keys())
+def test_an_ensemble_is_one_call(make, shape):
+    models = [nn.Sequential(make()).double() for _ in range(3)]
+    x = torch.randn(shape, dtype=torch.float64)
+    stacked = torch.func.stack_module_state(models)
+    skeleton = copy.deepcopy(models[0]).to("meta")
+
+    def loss(parameters, buffers, x):
+        return torch.func.functional_call(skeleton, (parameters, buffers), (x,)).sin().sum()
+
+    batched = torch.func.vmap(torch.func.grad_and_value(loss), (0, 0, None))
+    gradients, values = batched(*stacked, x)
+    for i, model in enumerate(models):
+        value = model(x).sin().sum()
+        value.backward()
+        torch.testing.assert_close(values[i], value.detach())
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(gradients[name][i], p.grad)
+
+
+CENTRED = {
+    "in-the-layer": lambda: mean_only_batch_norm(weight_norm(nn.Conv2d(3, 4, 3))),
+    "behind-it": lambda: nn.Sequential(weight_norm(nn.Conv2d(3, 4, 3)), MeanOnlyBatchNorm2d(4)),
+    "all-batches": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), MeanOnlyBatchNorm2d(4, None)),
+    "network": trained_network,
+}
+
+
+@pytest.mark.parametrize("make", CENTRED.values(), ids=CENTRED.keys())
+def test_one_graph_keeps_the_same_running_mean(make):
+    eager = make().double().train()
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for x in torch.randn(3, 5, 3, 8, 8, dtype=torch.float64) + 1:
+        for run in (eager, compiled):
+            run(x).sin().sum().backward()
+    torch.testing.assert_close(gradients(model), gradients(eager))
+    torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
+    eager.eval(), model.eval()
+    torch.testing.assert_close(compiled(x), eager(x))
+
+
+class NoWordWithTheHost(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot record: numbers read by Python, or handed over by it."""
+
+    REFUSED = ("_local_scalar_dense", "lift_fresh", "nonzero", "equal", "masked_select")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.REFUSED, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Eager forms, and of them those that a GPU takes: the fused one serves the CPU alone."""
+    monkeypatch.setattr(kernels, "_is_eager", lambda v: True)
+    monkeypatch.setattr(kernels, "_NATIVE", {})
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@every_layer
+def test_a_cuda_graph_could_record_every_layer(case):
+    layer, inputs = weight_norm(case.make()), case.inputs()
+    with NoWordWithTheHost():
+        case.run(layer, inputs).sum().backward()
+    assert all(p.grad is not None for p in layer.parametrizations.parameters())
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_cuda_graph_could_record_mean_only_batch_norm(momentum, training, one_rank):
+    x = torch.randn(5, 3, 6, 6)
+    for group in (None, one_rank):
+        layer = weight_norm(nn.Conv2d(3, 4, 3), scale="log")
+        norm = MeanOnlyBatchNorm2d(4, momentum, group=group)
+        model = nn.Sequential(mean_only_batch_norm(layer, momentum, group=group), norm)
+        model.train(training)
+        with NoWordWithTheHost():
+            model(x).sin().sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_off_the_cpu_the_fused_form_is_not_taken(monkeypatch):
+    monkeypatch.setattr(kernels, "_NATIVE", {torch.float32: torch.float32})
+    monkeypatch.setattr(kernels, "native", None)  # cannot be called
+    v, g = torch.ones(2, 2, requires_grad=True), torch.ones(2, 1)
+    with pytest.raises(TypeError):
+        kernels.compose(v, g, 0)
+    assert kernels.compose(v.to("meta"), g.to("meta"), 0).is_meta
+
+
+def test_the_host_would_be_overheard():
+    with NoWordWithTheHost(), pytest.raises(AssertionError, match="waits for the device"):
+        kernels.native(torch.ones(2, 2), torch.ones(2, 1))

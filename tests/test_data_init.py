@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 from ranks import on_ranks
@@ -381,24 +382,28 @@ def test_impossible_targets_are_refused(target, says):
 SPLITS = {2: [(0, 11), (11, 40)], 3: [(0, 1), (1, 40), (40, 40)]}
 
 
-def _ranked(rank, world):
+def _initialized(rows=slice(None), wrap=lambda model: model, group=None):
     torch.manual_seed(0)
     model = convnet()
     weight_norm_model(model, where=lambda name, module: name != "2")
-    x = torch.randn(40, 3, 6, 6)
-    a, b = SPLITS[world][rank]
-    data_dependent_init(model, x[a:b], group=dist.group.WORLD)
+    data_dependent_init(wrap(model), torch.randn(40, 3, 6, 6)[rows], group=group)
     return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def _ranked(rank, world):
+    rows = slice(*SPLITS[world][rank])
+    return {
+        "plain": _initialized(rows, group=dist.group.WORLD),
+        "wrapped": _initialized(rows, wrap=DistributedDataParallel),  # whose group it takes
+    }
 
 
 @pytest.mark.parametrize("world", [2, 3], ids=["uneven", "one-rank-empty"])
 def test_ranks_together_are_one_process(world):
     results = on_ranks(world, _ranked, world)
-    torch.manual_seed(0)
-    model = convnet()
-    weight_norm_model(model, where=lambda name, module: name != "2")
-    data_dependent_init(model, torch.randn(40, 3, 6, 6))
+    alone = _initialized()
     for result in results:
-        torch.testing.assert_close(result, dict(model.state_dict()), atol=1e-5, rtol=1e-5)
-    for name in results[0]:
-        assert all(torch.equal(r[name], results[0][name]) for r in results)
+        for how in ("plain", "wrapped"):
+            torch.testing.assert_close(result[how], alone, atol=1e-5, rtol=1e-5)
+            for name in alone:
+                assert torch.equal(result[how][name], results[0][how][name])

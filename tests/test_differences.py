@@ -6,6 +6,7 @@ A row that fails here has been mended in torch: take it out of the table.
 import copy
 import pickle
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.autograd import gradgradcheck
 from torch.nn.utils import parametrizations
 
 import weightnorm
+from zoo import Vector
 
 
 def ours(layer, **how):
@@ -46,6 +48,20 @@ def has_right_second_derivatives(layer):
 def test_second_derivatives():
     assert has_right_second_derivatives(ours(nn.Linear(4, 3).double()))
     assert not has_right_second_derivatives(torchs(nn.Linear(4, 3).double()))
+
+
+@pytest.mark.xdist_group("deployment")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_weights_of_one_dimension_in_onnx():
+    def survives(layer):
+        x = torch.randn(2, 5)
+        program = torch.onnx.export(layer.eval(), (x,), dynamo=True, verbose=False)
+        session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+        (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        return torch.allclose(torch.from_numpy(out), layer(x))
+
+    assert survives(ours(Vector(), dim=0))
+    assert not survives(torchs(Vector(), dim=0))  # pytorch#191749
 
 
 def zeroed():

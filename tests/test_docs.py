@@ -1,9 +1,12 @@
 """What the documents say runs, and what they name exists."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from weightnorm.lab import cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,6 +24,28 @@ def test_the_readme_runs(capsys):
     assert "ConvTranspose2d" in capsys.readouterr().out
 
 
+PAGES = ["docs/deployment.md", "docs/checkpoints.md"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.xdist_group("deployment")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_the_pages_run(name, tmp_path, monkeypatch):
+    """Python and commands, in the order in which they stand."""
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    fences = re.findall(r"```(python|console)\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+    assert len(fences) > 3
+    for language, text in fences:
+        if language == "python":
+            exec(compile(text, name, "exec"), scope)
+            continue
+        for line in text.splitlines():
+            dollar, program, *words = shlex.split(line)
+            assert (dollar, program) == ("$", "weightnorm")
+            assert cli.main(words) == 0, line
+
+
 def test_the_paper_map_names_tests_that_exist():
     text = (ROOT / "docs" / "paper-map.md").read_text()
     rows = [line for line in text.splitlines() if "test_" in line]
@@ -35,10 +60,10 @@ def test_the_paper_map_names_tests_that_exist():
             assert not test or f"def {test}(" in source, f"{last}::{test}"
 
 
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/paper-map.md", "docs/conformance.md"]
+EVERY_PAGE = [str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]]
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", sorted(EVERY_PAGE))
 def test_links_lead_somewhere(name):
     here = ROOT / name
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", here.read_text()):

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd import gradcheck
 
@@ -195,43 +194,69 @@ def test_autocast():
 
 
 SPLITS = {2: [(0, 5), (5, 8)], 3: [(0, 1), (1, 8), (8, 8)]}
+SYNCED = {
+    "linear": (lambda: nn.Linear(4, 3), (8, 4)),
+    "bilinear": (lambda: nn.Bilinear(4, 4, 3), (8, 4)),
+    "conv": (lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1), (8, 2, 5, 5)),
+    "transposed": (lambda: nn.ConvTranspose1d(4, 6, 3, groups=2), (8, 4, 5)),
+}
 
 
-def _synced(rank, world, kind):
+def _synced_case(name):
+    """A layer, its input, and how much each number of its output counts in the loss."""
     torch.manual_seed(0)
-    group = dist.group.WORLD
-    if kind == "module":
-        model = nn.Sequential(nn.Linear(4, 3), MeanOnlyBatchNorm1d(3, group=group)).double()
-    else:
-        model = mean_only_batch_norm(nn.Linear(4, 3).double(), group=group)
-    model = copy.deepcopy(model)  # as an average or a target network does
-    x = torch.randn(8, 4, dtype=torch.float64)
-    a, b = SPLITS[world][rank]
-    x = x[a:b].clone().requires_grad_()
-    out = model(x)
-    (out * torch.linspace(-1, 1, 24, dtype=out.dtype).view(8, 3)[a:b]).sum().backward()
-    grads = [p.grad for p in model.parameters()]
-    for grad in grads:
-        dist.all_reduce(grad)
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    return {"out": out.detach(), "x": x.grad, "grads": grads, "buffers": buffers}
+    make, shape = SYNCED[name]
+    layer, x = make().double(), torch.randn(shape, dtype=torch.float64) + 1
+    t = layer(*[x] * (1 + (name == "bilinear")))
+    return layer, x, torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t).sin()
 
 
-@pytest.mark.parametrize("kind", ["module", "shortcut"])
-@pytest.mark.parametrize("world", [2, 3], ids=["uneven", "one-rank-empty"])
-def test_ranks_together_are_one_process(kind, world):
-    results = on_ranks(world, _synced, world, kind)
-    torch.manual_seed(0)
-    linear = nn.Linear(4, 3).double()
-    x = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
-    t = F.linear(x, linear.weight)
-    out = t - t.mean(0)
-    out = out if kind == "module" else out + linear.bias
-    (out * torch.linspace(-1, 1, 24, dtype=out.dtype).view(8, 3)).sum().backward()
+def _synced(rank, world):
+    results, (a, b) = {}, SPLITS[world][rank]
+    for name in SYNCED:
+        for form in ("module", "shortcut"):
+            layer, x, counts = _synced_case(name)
+            group = dist.group.WORLD
+            if form == "module":
+                norm = {2: MeanOnlyBatchNorm1d, 3: MeanOnlyBatchNorm1d, 4: MeanOnlyBatchNorm2d}
+                norm = norm[counts.ndim](counts.shape[1], group=group, dtype=torch.float64)
+                model = lambda *x, layer=layer, norm=norm: norm(layer(*x))  # noqa: E731
+            else:
+                model = mean_only_batch_norm(layer, group=group)
+                model = copy.deepcopy(model)  # as an average or a target network does
+                layer, norm = model.layer, model.norm
+            x = x[a:b].clone().requires_grad_()
+            out = model(*[x] * (1 + (name == "bilinear")))
+            (out * counts[a:b]).sum().backward()
+            dist.all_reduce(layer.weight.grad)
+            results[f"{name} {form}"] = {
+                "out": out.detach(),
+                "x": x.grad,
+                "weight": layer.weight.grad,
+                "running": norm.running_mean,
+            }
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["uneven", "one-rank-empty"])
+def synced(request):
+    return on_ranks(request.param, _synced, request.param)
+
+
+@pytest.mark.parametrize("form", ["module", "shortcut"])
+@pytest.mark.parametrize("name", SYNCED)
+def test_ranks_together_are_one_process(synced, name, form):
+    layer, x, counts = _synced_case(name)
+    x.requires_grad_()
+    t = layer(*[x] * (1 + (name == "bilinear")))
+    bias = layer.bias.detach().view(-1, *[1] * (t.ndim - 2))
+    mean = t.mean(axes(t), keepdim=True)
+    out = t - mean + (bias if form == "shortcut" else 0)
+    (out * counts).sum().backward()
+    results = [rank[f"{name} {form}"] for rank in synced]
     torch.testing.assert_close(torch.cat([r["out"] for r in results]), out.detach())
     torch.testing.assert_close(torch.cat([r["x"] for r in results]), x.grad)
-    mean = t.mean(0).detach() + (linear.bias.detach() if kind == "module" else 0)
+    running = 0.1 * (mean - (bias if form == "shortcut" else 0)).flatten().detach()
     for r in results:
-        torch.testing.assert_close(r["grads"][0], linear.weight.grad)
-        running = next(b for n, b in r["buffers"].items() if n.endswith("running_mean"))
-        torch.testing.assert_close(running, 0.1 * mean)
+        torch.testing.assert_close(r["weight"], layer.weight.grad)
+        torch.testing.assert_close(r["running"], running)

@@ -148,8 +148,9 @@ def test_gradient_scaling(bad):
     torch.testing.assert_close(model.state_dict(), twin.state_dict())
 
 
+@pytest.mark.parametrize("first", ["model", "optimizer"])
 @every_inner
-def test_saved_and_loaded_it_goes_on_exactly(inner, options):
+def test_saved_and_loaded_it_goes_on_exactly(inner, options, first):
     def train(model, optimizer, steps):
         for i in steps:
             optimizer.zero_grad()
@@ -167,8 +168,9 @@ def test_saved_and_loaded_it_goes_on_exactly(inner, options):
     saved = torch.load(file, weights_only=True)
     other = network()
     resumed = WeightNormOptimizer(other, inner, **options)
-    other.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["optimizer"])
+    both = {"model": other, "optimizer": resumed}
+    for name in sorted(both, reverse=first == "optimizer"):
+        both[name].load_state_dict(saved[name])
     train(other, resumed, range(5, 10))
     for key, value in model.state_dict().items():
         assert torch.equal(value, other.state_dict()[key]), key
@@ -183,6 +185,26 @@ def test_weights_written_from_outside_are_taken_up():
     optimizer.step()
     torch.testing.assert_close(model[0].weight, source[0].weight)
     torch.testing.assert_close(optimizer.parts()["0.weight"].v, source[0].weight)
+
+
+def test_only_the_units_that_were_written_to_are_taken_apart_anew():
+    model = network()
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.3)
+    for i in range(3):
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, unit in (("0.weight", (1,)), ("2.weight", (slice(2, 4), 1))):
+        weight, v = model.get_parameter(name), optimizer.parts()[name].v
+        before = v.detach().clone()
+        with torch.no_grad():
+            weight[unit] *= 2
+        optimizer.step()
+        torch.testing.assert_close(v[unit], weight[unit])
+        rest = torch.ones_like(before, dtype=torch.bool)
+        rest[unit] = False
+        assert torch.equal(v[rest], before[rest])
+        assert not torch.allclose(before[rest], weight[rest], rtol=1e-4)
 
 
 def test_weights_without_gradient_stay():
@@ -201,7 +223,34 @@ def test_bad_input():
     with pytest.raises(ValueError, match="none of the weights to normalize"):
         WeightNormOptimizer(model, torch.optim.SGD, [model[0].bias], lr=0.1)
     optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match=r"missing \['0.weight'"):
-        optimizer.load_state_dict({"parts": {}})
+    adam = torch.optim.Adam(model.parameters())
+    loss_of(model, 0).backward()
+    adam.step()
+    with pytest.raises(ValueError, match=r"no v and g for 0.weight; expected one of a WeightNorm"):
+        optimizer.load_state_dict(adam.state_dict())
+    fewer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1, where=lambda n, m: n == "0")
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"v and g for parameter 2, which is not normalized here"):
+        fewer.load_state_dict(optimizer.state_dict())
+    smaller = WeightNormOptimizer(network()[0], torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"match the size of optimizer's group"):
+        smaller.load_state_dict(optimizer.state_dict())
+    wider = WeightNormOptimizer(nn.Conv1d(3, 5, 3), torch.optim.SGD, lr=0.1)
+    smaller.step()
+    with pytest.raises(ValueError, match=r"weight: the state's v is \(4, 3, 3\), expected \(5, 3"):
+        wider.load_state_dict(smaller.state_dict())
     with pytest.raises(ValueError, match="building a new WeightNormOptimizer"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_what_other_shardings_leave_of_a_weight_is_refused():
+    model = network()
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    optimizer.param_groups[0]["params"] = [flat]  # as DeepSpeed's ZeRO does
+    with pytest.raises(RuntimeError, match=r"others than at the start .* use weight_norm_model"):
+        optimizer.step()
+    layer = nn.Linear(4, 2)
+    layer.weight = nn.Parameter(layer.weight.detach().flatten()[:3])  # as FSDP1 does
+    with pytest.raises(ValueError, match=r"weight has shape \(3,\): .*fully_shard instead"):
+        WeightNormOptimizer(layer, torch.optim.SGD, lr=0.1)

@@ -320,15 +320,6 @@ def test_weights_tied_across_different_axes_are_refused_whole():
     assert type(model[0]) is nn.Conv1d
 
 
-def test_meta_weights_are_not_computed():
-    layer = weight_norm(nn.ConvTranspose1d(3, 4, 2, device="meta"))
-    assert all(p.is_meta for p in layer.parameters())
-    assert parts(layer).g.shape == (1, 4, 1)
-    real = weight_norm(nn.ConvTranspose1d(3, 4, 2))
-    layer.to_empty(device="cpu").load_state_dict(real.state_dict())
-    torch.testing.assert_close(layer.weight, real.weight)
-
-
 def test_lazy_layers_are_normalized_when_they_get_a_shape():
     model = nn.Sequential(nn.LazyConvTranspose2d(4, 3), nn.Flatten(), nn.LazyLinear(2))
     names = weight_norm_model(model)
@@ -462,3 +453,10 @@ def test_parts_of_a_plain_layer_is_an_error():
         parts(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="normalized here: weight_ih_l0, weight_hh_l0"):
         parts(weight_norm(nn.GRU(2, 2)))
+
+
+def test_what_deepspeed_has_partitioned_is_refused():
+    layer = nn.Linear(2, 3)
+    layer.weight.ds_id, layer.weight.data = 0, torch.empty(0)  # as ZeRO-3 leaves it
+    with pytest.raises(ValueError, match=r"Linear.weight is empty here: .*GatheredParameters"):
+        weight_norm(layer)

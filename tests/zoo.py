@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from weightnorm import data_dependent_init, mean_only_batch_norm, weight_norm_model
+
 
 @dataclass(frozen=True)
 class Case:
@@ -58,3 +60,31 @@ LAYERS = {
 }
 
 every_layer = pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS.keys())
+
+
+class Vector(nn.Module):
+    """A weight of one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def trained_network() -> nn.Sequential:
+    """A network of images as training leaves it: initialized on data, running means that moved."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+        mean_only_batch_norm(nn.ConvTranspose2d(4, 6, 3, groups=2)),
+        nn.Flatten(),
+        mean_only_batch_norm(nn.Linear(6 * 64, 4)),
+    )
+    weight_norm_model(model)
+    images = torch.randn(20, 3, 8, 8) + 1
+    data_dependent_init(model, images)
+    for _ in range(3):
+        model(images)
+    return model.eval()

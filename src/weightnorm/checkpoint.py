@@ -27,6 +27,7 @@ from weightnorm.sites import Site, sites
 
 Format = Literal["parametrize", "hook", "folded"]
 FORMATS: tuple[Format, ...] = ("parametrize", "hook", "folded")
+Dim = int | Literal["infer"] | None
 State = Mapping[str, Any]
 
 
@@ -97,7 +98,7 @@ def convert_state_dict(
     to: Format,
     *,
     weights: Iterable[str] | Callable[[str, Tensor], bool] = (),
-    dim: int | Literal["infer"] | None = "infer",
+    dim: Dim = "infer",
 ) -> dict[str, Any]:
     """A state dict with every normalized weight in the format `to`; all else as it is.
 
@@ -135,8 +136,7 @@ def _convert(state: State, to: Format, chosen: Any, dim: Any) -> dict[str, Any]:
                 out.update(_written(entry, to, dim))
         elif isinstance(value, Tensor):
             if to != "folded" and chosen(key, value):
-                axis = 0 if dim == "infer" else dim
-                v, g = functional.decompose(value, axis)
+                v, g = functional.decompose(value, plain_axis(key, value.ndim, dim))
                 out.update(zip(keys_of(key, to), (g, v), strict=True))
             else:
                 out[key] = value
@@ -154,7 +154,7 @@ def _written(entry: Entry, to: Format, dim: Any) -> dict[str, Tensor]:
     return {g: entry.parts.g, v: entry.v}
 
 
-def folded_weight(entry: Entry, dim: int | Literal["infer"] | None = "infer") -> Tensor:
+def folded_weight(entry: Entry, dim: Dim = "infer") -> Tensor:
     """w = g·v/‖v‖; v itself for a unit whose g is ‖v‖ to the bit, so that unfolding is undone."""
     v, g = entry.parts
     axis, groups = infer_axis(entry, dim)
@@ -167,14 +167,18 @@ def folded_weight(entry: Entry, dim: int | Literal["infer"] | None = "infer") ->
     return torch.where(untouched, v, w)
 
 
-def infer_axis(
-    entry: Entry, dim: int | Literal["infer"] | None = "infer"
-) -> tuple[int | None, int]:
-    """The kept axis and the groups, read off the shapes of g and v."""
+def plain_axis(path: str, ndim: int, dim: Dim) -> int | None:
+    """The axis to keep of a plain weight: 0, unless told otherwise."""
+    try:
+        return functional.resolve_dim(0 if dim == "infer" else dim, ndim)
+    except IndexError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def infer_axis(entry: Entry, dim: Dim = "infer") -> tuple[int | None, int]:
+    """The kept axis and the groups, read off the shapes; `dim` decides where they leave it open."""
     v, g = entry.v, entry.g
-    if dim != "infer":
-        return functional.resolve_dim(dim, v.ndim), 1
-    if g.ndim == 0:
+    if g.ndim == 0 or (dim is None and g.numel() == 1):
         return None, 1
     if g.ndim == v.ndim:
         for axis in range(v.ndim):
@@ -186,6 +190,8 @@ def infer_axis(
             if g.shape == grouped:
                 return 1, groups
     fitting = [axis for axis in range(v.ndim) if g.shape == v.shape[axis : axis + 1]]
+    if len(fitting) > 1 and dim != "infer":
+        fitting = [axis for axis in fitting if axis == plain_axis(entry.path, v.ndim, dim)]
     if len(fitting) == 1:
         return fitting[0], 1
     reason = (
@@ -239,8 +245,7 @@ def load_state_dict(model: nn.Module, state: State, strict: bool = True) -> list
 def _for_site(site: Site, entry: Entry | None, value: Any) -> dict[str, Tensor]:
     """The keys of a normalized weight of the model, from an entry or a plain weight."""
     v_shape, g_shape = site.stored.v.shape, site.stored.g.shape
-    same_axis = entry is not None and entry.g.numel() == site.stored.g.numel()
-    if entry is not None and same_axis and entry.v.shape == v_shape:
+    if entry is not None and entry.v.shape == v_shape and _same_units(entry.g, site.stored.g):
         v, g = entry.parts
         stored = site.map.stored(g.reshape(g_shape)) if site.is_log else g.reshape(g_shape)
         stored = entry.g.reshape(g_shape) if site.is_log and entry.is_log else stored
@@ -256,6 +261,11 @@ def _for_site(site: Site, entry: Entry | None, value: Any) -> dict[str, Tensor]:
     return {g_key: stored, v_key: v, **{key: torch.tensor(True) for key in mark}}
 
 
+def _same_units(g: Tensor, own: Tensor) -> bool:
+    """Whether both g are of the same units. A flat one has only their number to say."""
+    return g.shape == own.shape or (g.ndim == 1 and g.numel() == own.numel())
+
+
 def _site_keys(site: Site) -> tuple[str, ...]:
     format: Format = "hook" if site.map is None else "parametrize"
     mark = [log_mark(site.path)] if site.is_log else []
@@ -263,26 +273,18 @@ def _site_keys(site: Site) -> tuple[str, ...]:
 
 
 def _mismatch(model: nn.Module, missing: list[str], unexpected: list[str]) -> str:
-    def named(keys: list[str]) -> str:
-        return ", ".join(dict.fromkeys(_path_of(key) for key in keys))
-
+    path_of = {
+        key: path
+        for path, format in normalized_paths(model.state_dict()).items()
+        for key in (*keys_of(path, format), log_mark(path))
+    }
     lines = [f"the checkpoint does not fit {type(model).__name__}"]
     if missing:
-        lines.append(f"  missing: {named(missing)}")
+        names = dict.fromkeys(path_of.get(key, key) for key in missing)
+        lines.append(f"  missing: {', '.join(names)}")
     if unexpected:
-        lines.append(f"  left over: {named(unexpected)}")
+        lines.append(f"  left over: {', '.join(unexpected)}")
     return "\n".join(lines)
-
-
-def _path_of(key: str) -> str:
-    """The weight a key belongs to, in the user's own terms."""
-    path = _path_of_g(key)
-    if path is None and key.endswith(("_v", ".original1", ".log_scale")):
-        path = _path_of_g(
-            key.replace(".0.log_scale", ".original0").replace("original1", "original0")
-        )
-        path = path or key.removesuffix("_v")
-    return path or key
 
 
 def _path_of_g(key: str) -> str | None:

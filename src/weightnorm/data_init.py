@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer
 from torch.nn.utils.parametrize import type_before_parametrizations
 
@@ -26,6 +27,7 @@ from weightnorm.collective import Group, moments_over_ranks
 from weightnorm.init_report import InitReport, LayerInit
 from weightnorm.kernels import wide_dtype
 from weightnorm.mean_only import Centered
+from weightnorm.sharding import refuse_sharded
 from weightnorm.sites import is_weight_normed, site_of
 
 TargetStd = float | Mapping[str, float]
@@ -54,7 +56,8 @@ def data_dependent_init(
         batch: what the model is called with; the paper's code takes 500 training examples.
         target_std: the std to aim at, or one for each layer by name or pattern, such as
             ``{"blocks.*.conv2": 0.1}`` for residual branches; layers not named get 1.
-        group: measure on the batches of all ranks of this process group together.
+        group: measure on the batches of all ranks of this process group together; by default that
+            of a DistributedDataParallel model, whose ranks must not part. Before ``fully_shard``.
         forward: what to call with the batch in place of the model.
 
     A layer used more than once is set at its first use. A unit that is constant on the batch has
@@ -65,6 +68,11 @@ def data_dependent_init(
     >>> [layer.name for layer in report.done]
     ['0', '2']
     """
+    refuse_sharded(model, "initialize it on data first, then fully_shard")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is on the meta device: give it memory and values first")
+    if group is None and isinstance(model, DistributedDataParallel):
+        group = model.process_group
     goals = _goals(model, target_std)
     rows: dict[nn.Module, LayerInit] = {}
     backups: list[tuple[Tensor, Tensor]] = []
@@ -176,7 +184,8 @@ def _moments(
     else:
         mean = output.new_zeros(units, dtype=wide_dtype(output.dtype))
         variance = mean.clone()
-    mean, variance, count = moments_over_ranks(mean, variance, count, group)
+    what = f"the moments of layer {name!r} in data_dependent_init"
+    mean, variance, count = moments_over_ranks(mean, variance, count, group, what)
     if count <= per_example:
         raise ValueError(
             f"layer {name!r} saw {count // per_example} example(s): a standard deviation needs "

@@ -11,9 +11,16 @@ import torch
 from torch import nn
 
 from weightnorm import mechanism
+from weightnorm.sharding import refuse_sharded
 from weightnorm.sites import Site, sites
 
 M = TypeVar("M", bound=nn.Module)
+
+_GATHER = (
+    "its v and g belong to fully_shard; gather them with get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict "
+    'and use convert_state_dict(state, to="folded")'
+)
 
 
 def remove_weight_norm(module: nn.Module, name: str | None = None) -> list[str]:
@@ -28,6 +35,8 @@ def remove_weight_norm(module: nn.Module, name: str | None = None) -> list[str]:
     (['0.weight'], [])
     """
     found = [site for site in sites(module) if name in (None, site.name)]
+    if found:
+        refuse_sharded(module, _GATHER)
     for site in found:
         if len(site.chain) > 1:
             raise ValueError(
@@ -52,7 +61,10 @@ def folded(model: M) -> Iterator[M]:
     ...     list(model.state_dict())
     ['weight', 'bias']
     """
-    undo = _detach(list(sites(model)), trainable=False)
+    found = list(sites(model))
+    if found:
+        refuse_sharded(model, _GATHER)
+    undo = _detach(found, trainable=False)
     try:
         yield model
     finally:

@@ -7,6 +7,7 @@ convolution does: one g for each (group, index along `dim`).
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from weightnorm import kernels
 from weightnorm.kernels import EPS
+from weightnorm.sharding import gathered, on_mesh_of, placed_like, settled
 
 __all__ = ["EPS", "Parts", "compose", "decompose", "gradients", "norm", "project"]
 
@@ -33,8 +35,8 @@ def norm(v: Tensor, dim: int | None = 0, *, groups: int = 1) -> Tensor:
             [10.]])
     """
     dim = _checked_dim(v, dim, groups)
-    blocks = v.reshape(kernels.block_shape(v.shape, dim, groups))
-    return kernels.block_norm(blocks).reshape(kernels.unit_shape(v.shape, dim, groups))
+    units = settled(kernels.block_norm(kernels.as_blocks(v, dim, groups)))
+    return units.reshape(kernels.unit_shape(v.shape, dim, groups))
 
 
 def compose(
@@ -92,7 +94,7 @@ def decompose(
         return Parts(w.clone(), g.to(w.dtype))
     diagonal = _masked(torch.ones_like(w), mask)
     diagonal = kernels.formula(diagonal, torch.ones_like(g), dim, groups)
-    v = torch.where(_per_weight(g <= eps, w, dim, groups), diagonal, masked)
+    v = torch.where(per_weight(g <= eps, w, dim, groups), diagonal, masked)
     return Parts(v, g.to(w.dtype))
 
 
@@ -112,15 +114,17 @@ def gradients(
     Parts(v=tensor([[ 0.6400, -0.4800]]), g=tensor([[0.6000]]))
     """
     dim = _checked_dim(v, dim, groups)
-    shape = kernels.block_shape(v.shape, dim, groups)
-    blocks = v.reshape(shape)
+    blocks = kernels.as_blocks(v, dim, groups)
     grad_v, grad_g = kernels.block_gradients(
-        grad_w.reshape(shape),
+        kernels.as_blocks(grad_w, dim, groups),
         blocks,
-        g.reshape(shape[0], 1, shape[2], 1),
+        g.reshape(blocks.shape[0], 1, blocks.shape[2], 1),
         kernels.block_inverse(kernels.block_norm(blocks), eps),
     )
-    return Parts(grad_v.to(v.dtype).reshape(v.shape), grad_g.to(g.dtype).reshape(g.shape))
+    return Parts(
+        placed_like(grad_v.to(v.dtype).reshape(v.shape), v),
+        placed_like(grad_g.to(g.dtype).reshape(g.shape), g),
+    )
 
 
 def project(x: Tensor, w: Tensor, dim: int | None = 0, *, groups: int = 1) -> Tensor:
@@ -132,9 +136,8 @@ def project(x: Tensor, w: Tensor, dim: int | None = 0, *, groups: int = 1) -> Te
     dim = _checked_dim(w, dim, groups)
     unit = torch.ones_like(norm(w, dim, groups=groups))
     direction = kernels.formula(w, unit, dim, groups)
-    shape = kernels.block_shape(w.shape, dim, groups)
-    along = (direction * x).reshape(shape).sum((1, 3), keepdim=True)
-    return x - (direction.reshape(shape) * along).reshape(w.shape)
+    along = kernels.as_blocks(direction * x, dim, groups).sum((1, 3), keepdim=True)
+    return x - (kernels.as_blocks(direction, dim, groups) * along).reshape(w.shape)
 
 
 def unit_rows(w: Tensor, dim: int | None = 0, groups: int = 1) -> Tensor:
@@ -144,7 +147,9 @@ def unit_rows(w: Tensor, dim: int | None = 0, groups: int = 1) -> Tensor:
     torch.Size([6, 10])
     """
     dim = _checked_dim(w, dim, groups)
-    blocks = w.reshape(kernels.block_shape(w.shape, dim, groups))
+    if dim == 0:
+        return w.reshape(w.shape[0], math.prod(w.shape[1:]))
+    blocks = kernels.as_blocks(gathered(w), dim, groups)
     return blocks.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
@@ -175,7 +180,7 @@ def _masked(v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return v
     check_mask(mask, v.shape)
-    return v * mask
+    return v * on_mesh_of(mask, v)
 
 
 def check_mask(mask: Tensor, shape: torch.Size) -> None:
@@ -191,7 +196,7 @@ def check_mask(mask: Tensor, shape: torch.Size) -> None:
         )
 
 
-def _per_weight(units: Tensor, w: Tensor, dim: int | None, groups: int) -> Tensor:
+def per_weight(units: Tensor, w: Tensor, dim: int | None, groups: int) -> Tensor:
     """One value per unit → one per weight."""
     g, before, n, after = kernels.block_shape(w.shape, dim, groups)
     return units.reshape(g, 1, n, 1).expand(g, before, n, after).reshape(w.shape)

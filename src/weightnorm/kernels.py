@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from weightnorm.sharding import gathered, placed_like
+
 EPS = 1e-12
 """Rows this short count as zero rows."""
 
@@ -52,6 +54,12 @@ def block_shape(shape: torch.Size, dim: int | None, groups: int = 1) -> tuple[in
         return 1, 1, 1, math.prod(shape)
     before, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     return groups, before // groups, shape[dim], after
+
+
+def as_blocks(x: Tensor, dim: int | None, groups: int = 1) -> Tensor:
+    """A weight, or anything of its shape, as (groups, before, units, after)."""
+    whole = gathered(x) if groups > 1 else x  # a shard may end within a group
+    return whole.reshape(block_shape(x.shape, dim, groups))
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -95,10 +103,10 @@ def _per_weight(units: Tensor, blocks: Tensor) -> Tensor:
 
 def formula(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float = EPS) -> Tensor:
     """w = g·v/‖v‖ by differentiable operations."""
-    shape = block_shape(v.shape, dim, groups)
-    blocks, units = v.reshape(shape), g.reshape(shape[0], 1, shape[2], 1)
+    blocks = as_blocks(v, dim, groups)
+    units = g.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
     w = blocks * (units * block_inverse(block_norm(blocks), eps))
-    return w.to(v.dtype).reshape(v.shape)
+    return placed_like(w.to(v.dtype).reshape(v.shape), v)
 
 
 class _ClosedForm(torch.autograd.Function):

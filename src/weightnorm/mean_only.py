@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from weightnorm import layers
 from weightnorm.collective import Group, mean_over_ranks
 from weightnorm.kernels import wide_dtype
+from weightnorm.sharding import is_sharded
 
 
 class _MeanOnlyBatchNorm(nn.Module):
@@ -79,13 +80,28 @@ class _MeanOnlyBatchNorm(nn.Module):
 
     def observe(self, total: Tensor, count: int) -> Tensor:
         """The batch mean from its sum and count, on all ranks; the running mean takes note."""
-        mean = mean_over_ranks(total, count, self.group)
-        if self.training and self.running_mean is not None:
+        mean = mean_over_ranks(total, count, self.group, "the mean of mean-only batch norm")
+        if self.training and self.running_mean is not None and not _is_recomputed():
             assert self.num_batches_tracked is not None
             self.num_batches_tracked += 1
-            new = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            new: Any = self.momentum
+            if new is None:  # in tensors: reading the count would wait for the device
+                new = self.num_batches_tracked.to(mean.dtype).reciprocal()
+                new = new.to(self.running_mean.dtype)
             self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), new)
         return mean
+
+    def reset_running_stats(self) -> None:
+        """Forget every batch."""
+        if self.running_mean is not None and self.num_batches_tracked is not None:
+            self.running_mean.zero_()
+            self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        """As new, whatever was in memory; as torch's norms do after ``to_empty``."""
+        self.reset_running_stats()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def fold_into(self, layer: nn.Module) -> nn.Module:
         """A copy of `layer` that ends in this module's evaluation: bias ← bias − μ̄ + b."""
@@ -156,6 +172,11 @@ class Centered(nn.Module):
             return t - mean.to(t.dtype)
         (x,) = inputs
         weight = layer.weight
+        if is_sharded(weight):
+            raise ValueError(
+                f"the weight of {type(layer).__name__} is sharded over ranks in the middle of a "
+                "pass: give fully_shard the module around this layer, not the layer alone"
+            )
         if mean is None:
             mean = norm.observe(*_linear_sum_and_count(layer, x, weight))
         shift = -mean if self.bias is None else self.bias - mean
@@ -205,6 +226,11 @@ def unit_count(layer: nn.Module) -> int:
     """How many output units a linear, bilinear or convolutional layer has."""
     units: Any = layer.out_channels if isinstance(layer, layers.Conv) else layer.out_features
     return int(units)
+
+
+def _is_recomputed() -> bool:
+    """Whether activation checkpointing repeats a forward pass, inside the backward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
 
 
 def _sum_and_count(t: Tensor, axis: int) -> tuple[Tensor, int]:

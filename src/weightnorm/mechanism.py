@@ -7,6 +7,7 @@ tensor's place. Added to it:
 - copies, pickles and spawned processes work, and a copy gets a class of its own (torch lets copies
   share it, so that un-parametrizing one breaks the other);
 - torch's older checkpoint keys load as well;
+- ``reset_parameters`` initializes the tensor itself, where torch's would fill a temporary one;
 - a recurrent layer hands its kernel the weights of this very call, and keeps none of them;
 - ``detach`` puts plain tensors in place and returns the way back.
 """
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.weight_norm import WeightNorm as TorchHook
+
+from weightnorm.sharding import placed_like
 
 
 class Originals(ParametrizationList):
@@ -48,8 +51,8 @@ class Originals(ParametrizationList):
         inverse: Any = value
         for parametrization in reversed(list[Any](self)):
             inverse = parametrization.right_inverse(inverse)
-        self.original0.copy_(inverse[0])
-        self.original1.copy_(inverse[1])
+        for original, value in zip((self.original0, self.original1), inverse, strict=True):
+            original.copy_(placed_like(value, original))
 
 
 def attach(module: nn.Module, name: str, parametrization: nn.Module) -> Originals:
@@ -170,8 +173,12 @@ def _adopt(module: nn.Module, names: Iterable[str]) -> None:
     cls: Any = type(module)
     for name in names:
         setattr(cls, name, _quick_property(name, getattr(cls, name)))
+    cls._adopted = True
     cls.__reduce_ex__ = _reduce_ex
     cls._load_from_state_dict = _load_from_state_dict
+    for reset in ("reset_parameters", "_reset_parameters"):
+        if hasattr(cls, reset):
+            setattr(cls, reset, _landing(reset))
     if "__deepcopy__" in cls.__dict__:  # torch's: the copy would share this class
         del cls.__deepcopy__
     if isinstance(module, nn.RNNBase):
@@ -179,6 +186,12 @@ def _adopt(module: nn.Module, names: Iterable[str]) -> None:
         cls._init_flat_weights = _forget_flat_weights
         cls._update_flat_weights = _nothing_to_update
         module._init_flat_weights()
+
+
+def _plain_class(module: nn.Module) -> Any:
+    """The class from before, also where FSDP2 has put one of its own on top since."""
+    ours = next(cls for cls in type(module).__mro__ if vars(cls).get("_adopted"))
+    return ours.__bases__[0]
 
 
 def _quick_property(name: str, slow: property) -> property:
@@ -193,7 +206,7 @@ def _quick_property(name: str, slow: property) -> property:
 
 
 def _reduce_ex(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    base: Any = parametrize.type_before_parametrizations(module)
+    base = _plain_class(module)
     # Python 3.10 has no object.__getstate__; torch's own on this class only raises.
     state = base.__getstate__(module) if hasattr(base, "__getstate__") else dict(module.__dict__)
     return _rebuild, (base, tuple(parametrizations_of(module))), state
@@ -209,8 +222,23 @@ def _load_from_state_dict(
         # A log-scale has a third key, and no older ones: g must not be loaded as s.
         if len(newer) == 2 and state.keys() >= set(older):
             state.update(zip(newer, [state.pop(key) for key in older], strict=True))
-    base: Any = parametrize.type_before_parametrizations(module)
-    base._load_from_state_dict(module, state, prefix, *rest)
+    _plain_class(module)._load_from_state_dict(module, state, prefix, *rest)
+
+
+def _landing(reset: str) -> Callable[[nn.Module], None]:
+    """The layer's own initialization, of the tensor itself; v and g may be anything before."""
+
+    def land(module: nn.Module) -> None:
+        with torch.no_grad(), parametrize.cached():  # what is filled is what is read after it
+            getattr(_plain_class(module), reset)(module)
+            for name, originals in parametrizations_of(module).items():
+                if isinstance(originals, Originals):
+                    # Recurrent layers fill every parameter, v among them.
+                    fills_v = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+                    filled = originals.original1 if fills_v else getattr(module, name)
+                    originals.right_inverse(filled)
+
+    return land
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
@@ -232,9 +260,8 @@ def _recurrent_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     (torch's RNN reads ``_flat_weights``; left alone it would train a frozen copy, pytorch#65688.)
     """
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-    base: Any = parametrize.type_before_parametrizations(module)
     try:
-        return base.forward(module, *args, **kwargs)
+        return _plain_class(module).forward(module, *args, **kwargs)
     finally:
         module._init_flat_weights()
 

@@ -11,45 +11,16 @@ parameters averages w.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weightnorm import functional, layers
+from weightnorm import layers
 from weightnorm.functional import Parts
-from weightnorm.kernels import compose
-
-
-class _Held:
-    """The parts of one plain weight of the model."""
-
-    def __init__(self, name: str, weight: nn.Parameter, dim: int, groups: int) -> None:
-        self.name, self.weight, self.dim, self.groups = name, weight, dim, groups
-        v, g = functional.decompose(weight.detach(), dim, groups=groups)
-        self.v, self.g = nn.Parameter(v), nn.Parameter(g)
-        self.version = weight._version
-
-    def pull(self) -> None:
-        """∇v and ∇g from ∇w (eq. 3). A weight that was written to since is taken apart anew."""
-        if self.weight._version != self.version:
-            self.assign(functional.decompose(self.weight.detach(), self.dim, groups=self.groups))
-        grad = self.weight.grad
-        if grad is None:
-            self.v.grad = self.g.grad = None
-            return
-        parts = functional.gradients(grad, self.v, self.g, self.dim, groups=self.groups)
-        self.v.grad, self.g.grad = parts
-
-    def push(self) -> None:
-        """Write w = g·v/‖v‖ into the model."""
-        self.weight.copy_(compose(self.v, self.g, self.dim, self.groups))
-        self.version = self.weight._version
-
-    def assign(self, parts: Parts | tuple[Tensor, Tensor]) -> None:
-        self.v.copy_(parts[0])
-        self.g.copy_(parts[1])
+from weightnorm.held import Held
 
 
 class WeightNormOptimizer(torch.optim.Optimizer):
@@ -64,7 +35,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         options: for the inner optimizer, such as ``lr=0.001``.
 
     Schedulers, gradient scaling, clipping and accumulation work on it as on any optimizer. Its
-    state dict is complete: the inner optimizer's, v and g.
+    state is complete, in torch's own layout: v, g and what the inner optimizer keeps for each.
+    Weights may be sharded (FSDP2, tensor parallelism): v and g are sharded with them.
 
     >>> model = nn.Linear(3, 2)
     >>> optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -83,23 +55,22 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         where: Callable[[str, nn.Module], bool] | None = None,
         **options: Any,
     ) -> None:
-        held = {id(one.weight): one for one in _held(model, where)}
+        held = {one.weight: one for one in _held(model, where)}
         if not held:
             raise ValueError(f"nothing to normalize in {type(model).__name__}")
-        self._held: list[_Held] = []
         super().__init__(list(model.parameters()) if params is None else params, dict(options))
+        self._held = {p: held[p] for p in self._parameters() if p in held}
+        if not self._held:
+            raise ValueError("`params` has none of the weights to normalize")
+        self._ids = [id(p) for p in self._parameters()]
         groups = []
         for group in self.param_groups:
-            mine = [held[id(p)] for p in group["params"] if id(p) in held]
-            self._held += mine
             swapped = [
                 part
                 for p in group["params"]
-                for part in ((held[id(p)].g, held[id(p)].v) if id(p) in held else (p,))
+                for part in ((held[p].g, held[p].v) if p in held else (p,))
             ]
             groups.append({**_settings(group), "params": swapped})
-        if not self._held:
-            raise ValueError("`params` has none of the weights to normalize")
         self._inner = inner(groups, **options)
         for outer, group in zip(self.param_groups, self._inner.param_groups, strict=True):
             outer.update(_settings(group))  # the inner optimizer's defaults, for schedulers to see
@@ -107,17 +78,23 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     def parts(self) -> dict[str, Parts]:
         """v and g of every normalized weight, by its name in the model."""
-        return {one.name: Parts(one.v, one.g) for one in self._held}
+        return {one.name: Parts(one.v, one.g) for one in self._held.values()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the inner optimizer on (v, g) and all other parameters."""
+        if [id(p) for p in self._parameters()] != self._ids:
+            raise RuntimeError(
+                "the parameters of the groups are others than at the start (DeepSpeed's ZeRO puts "
+                "flat ones in their place); use weight_norm_model with it instead"
+            )
         for outer, group in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(outer))
         if closure is None:
             self._pull()
             self._inner.step()
             self._push()
+            self._show_state()
             return None
 
         def evaluate() -> Any:
@@ -130,31 +107,63 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         self._pull()  # takes note of weights that were written to
         loss = self._inner.step(evaluate)
         self._push()
+        self._show_state()
         return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, the settings of the groups, and v and g by name."""
-        parts = {one.name: {"v": one.v.detach(), "g": one.g.detach()} for one in self._held}
-        groups = [_settings(group) for group in self.param_groups]
-        return {"inner": self._inner.state_dict(), "parts": parts, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go back to a saved state; the model's weights follow."""
-        names = {one.name for one in self._held}
-        if set(state_dict.get("parts", ())) != names:
-            missing = sorted(names - set(state_dict.get("parts", ())))
-            unknown = sorted(set(state_dict.get("parts", ())) - names)
-            raise ValueError(
-                f"the state is of other weights: missing {missing}, left over {unknown}"
+        self._check(state_dict)
+        super().load_state_dict(state_dict)
+        inner: dict[Tensor, Any] = defaultdict(dict)
+        for parameter in self._parameters():
+            state, one = self.state.get(parameter), self._held.get(parameter)
+            if one is None:
+                inner.update({parameter: state} if state else {})
+            elif state:
+                inner.update({one.v: state["of_v"], one.g: state["of_g"]})
+                one.assign((state["v"], state["g"]))
+                one.push()
+            else:  # saved before the first step
+                one.assign(one.decomposed())
+        groups = self._inner.param_groups
+        self._inner.__setstate__({"state": inner, "param_groups": groups})
+        self._show_state()
+
+    def _check(self, state_dict: dict[str, Any]) -> None:
+        """Refuse the state of other weights before anything is changed."""
+        keys = (key for group in state_dict["param_groups"] for key in group["params"])
+        for key, parameter in zip(keys, self._parameters(), strict=False):  # torch counts them
+            state, one = state_dict["state"].get(key, {}), self._held.get(parameter)
+            if state and (one is not None) != ("of_v" in state):
+                raise ValueError(
+                    f"the state has {'no ' if one else ''}v and g for "
+                    f"{one.name if one else f'parameter {key}, which is not normalized here'}; "
+                    "expected one of a WeightNormOptimizer with the same weights"
+                )
+            if state and one and state["v"].shape != one.v.shape:
+                got, expected = tuple(state["v"].shape), tuple(one.v.shape)
+                raise ValueError(f"{one.name}: the state's v is {got}, expected {expected}")
+
+    def _show_state(self) -> None:
+        """Let `state` tell what the inner optimizer keeps: torch saves, loads and shards that."""
+        self.state.clear()
+        kept = self._inner.state
+        for parameter in self._parameters():
+            one = self._held.get(parameter)
+            self.state[parameter] = (
+                kept.get(parameter, {})
+                if one is None
+                else {
+                    "v": one.v.detach(),
+                    "g": one.g.detach(),
+                    "of_v": kept.get(one.v, {}),
+                    "of_g": kept.get(one.g, {}),
+                }
             )
-        self._inner.load_state_dict(state_dict["inner"])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)
-        for one in self._held:
-            part = state_dict["parts"][one.name]
-            one.assign((part["v"], part["g"]))
-            one.push()
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (p for group in self.param_groups for p in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed once the optimizer is built: build another one instead."""
@@ -164,12 +173,12 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _pull(self) -> None:
-        for one in self._held:
+        for one in self._held.values():
             one.pull()
 
     @torch.no_grad()
     def _push(self) -> None:
-        for one in self._held:
+        for one in self._held.values():
             one.push()
 
 
@@ -177,10 +186,21 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _held(model: nn.Module, where: Callable[[str, nn.Module], bool] | None) -> Iterator[_Held]:
+def _held(model: nn.Module, where: Callable[[str, nn.Module], bool] | None) -> Iterator[Held]:
     seen: set[int] = set()
     for path, module, name in layers.chosen_weights(model, where):
         weight = module._parameters.get(name)
         if weight is not None and weight.requires_grad and id(weight) not in seen:
             seen.add(id(weight))
-            yield _Held(path, weight, *layers.unit_axis(module, name))
+            if weight.is_meta:
+                raise ValueError(
+                    f"{path} is on the meta device: there is nothing to take apart; give the model "
+                    "memory and values first"
+                )
+            if weight.ndim < 2:
+                raise ValueError(
+                    f"{path} has shape {tuple(weight.shape)}: not one row for each unit, but what "
+                    "FullyShardedDataParallel or DeepSpeed's ZeRO leaves of it on this rank; shard "
+                    "the model with torch.distributed.fsdp.fully_shard instead"
+                )
+            yield Held(path, weight, *layers.unit_axis(module, name))

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, vmap
 from weightnorm.folding import remove_weight_norm
 from weightnorm.functional import unit_rows
 from weightnorm.layers import chosen_weights, unit_axis
+from weightnorm.sharding import whole
 from weightnorm.sites import Site, sites
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -25,7 +26,7 @@ def weight_norms(model: nn.Module) -> dict[str, Tensor]:
     Under plain gradient descent it never shrinks, and grows faster the noisier the gradient
     (section 2.1).
     """
-    return {site.path: site.v_norm().flatten() for site in sites(model)}
+    return {site.path: whole(site.v_norm()).flatten() for site in sites(model)}
 
 
 @torch.no_grad()
@@ -34,10 +35,9 @@ def effective_step(model: nn.Module) -> dict[str, Tensor]:
 
     The direction of w turns by about learning rate × (|g|/‖v‖)·‖M∇w‖/‖v‖ in one step.
     """
-    return {
-        site.path: torch.where(norm == 0, 0.0, site.parts().g.flatten().abs() / norm)
-        for site, norm in ((site, site.v_norm().flatten()) for site in sites(model))
-    }
+    norms = weight_norms(model)
+    lengths = {site.path: whole(site.parts().g).flatten().abs() for site in sites(model)}
+    return {path: torch.where(norms[path] == 0, 0.0, lengths[path] / norms[path]) for path in norms}
 
 
 @torch.no_grad()
@@ -67,8 +67,8 @@ def direction_angle(model: nn.Module, since: Mapping[str, Tensor]) -> dict[str, 
     angles = {}
     for name, before in since.items():
         a, b = (nn.functional.normalize(x, dim=1, eps=0) for x in (now[name], before))
-        angle = 2 * torch.atan2((a - b).norm(dim=1), (a + b).norm(dim=1))
-        angles[name] = torch.nan_to_num(angle, 0.0)
+        apart, along = (whole(x.norm(dim=1)) for x in (a - b, a + b))
+        angles[name] = torch.nan_to_num(2 * torch.atan2(apart, along), 0.0)
     return angles
 
 

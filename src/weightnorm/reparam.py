@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from weightnorm import functional, layers, mechanism
 from weightnorm.functional import EPS
+from weightnorm.sharding import is_sharded, refuse_partitioned
 from weightnorm.sites import SCALES, Scale, WeightNorm, is_weight_normed, site_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -164,6 +165,12 @@ def _plan(
             f"{where} is {weight.dtype}; weight norm needs real floating-point weights"
             + (" (view a complex weight as two real ones)" if weight.is_complex() else "")
         )
+    refuse_partitioned(weight, where)
+    if is_sharded(weight):
+        raise ValueError(
+            f"{where} is sharded over ranks already: normalize first, then fully_shard; or leave "
+            "the model plain and use WeightNormOptimizer, which takes sharded weights"
+        )
     if weight.layout is not torch.strided:
         raise TypeError(f"{where} has layout {weight.layout}; weight norm needs a dense weight")
     if isinstance(dim, str) and dim != "auto":
@@ -179,6 +186,11 @@ def _plan(
         if mask is not None:
             functional.check_mask(mask, weight.shape)
     if mask is not None:
+        if weight.is_meta:
+            raise ValueError(
+                f"{where} is on the meta device, where a mask would lose its values; give the "
+                "layer memory with to_empty first"
+            )
         mask = mask.to(weight.device, weight.dtype)
     return _Plan(layer, name, dim, train_g, {"scale": scale, "mask": mask, "eps": eps})
 

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import _WeightNorm as TorchWeightNorm
 
 from weightnorm import functional, kernels, mechanism
 from weightnorm.functional import EPS, Parts
+from weightnorm.sharding import on_mesh_of, placed_like
 
 Scale = Literal["linear", "log"]
 SCALES = ("linear", "log")
@@ -45,7 +46,7 @@ class WeightNorm(nn.Module):
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
         if not self.plain:
             g = self.length(g)
-            v = v if self.mask is None else v * self.mask
+            v = v if self.mask is None else v * on_mesh_of(self.mask, v)
         return kernels.compose(v, g, self.dim, self.groups, self.eps)
 
     def right_inverse(self, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +115,7 @@ class Site:
         if not isinstance(self.map, WeightNorm):
             norm: Tensor = torch.norm_except_dim(v, 2, (hook or self.map).dim)
             return norm
-        v = v if self.map.mask is None else v * self.map.mask
+        v = v if self.map.mask is None else v * on_mesh_of(self.map.mask, v)
         return functional.norm(v, self.map.dim, groups=self.map.groups)
 
     def weight(self) -> Tensor:
@@ -139,7 +140,7 @@ class Site:
             got, expected = tuple(weight.shape), tuple(self.stored.v.shape)
             raise ValueError(f"got a weight of shape {got}, expected {expected}")
         for stored, value in zip(self.stored, self.decomposed(weight), strict=True):
-            stored.copy_(value)
+            stored.copy_(placed_like(value, stored))
         if self.map is None:  # the attribute that its hook sets at forward
             setattr(self.module, self.name, self.weight())
 

@@ -114,6 +114,54 @@ def test_plain_weights_are_decomposed_where_named(tmp_path, name):
     torch.testing.assert_close(model[0].weight, plain[0].weight)
 
 
+@every_kind
+def test_plain_weights_may_keep_another_axis(tmp_path, name):
+    state = nn.ConvTranspose1d(4, 8, 3).state_dict()
+    source, target = save(state, tmp_path / name), tmp_path / "out" / name
+    convert_file(source, target, "hook", ("weight",), dim=1)
+    assert read(target)["weight_g"].shape == (1, 8, 1)
+    with pytest.raises(FileError, match="weight: dim=5 is out of range"):
+        convert_file(source, tmp_path / "no" / name, "hook", ("weight",), dim=5)
+    with pytest.raises(FileError, match="nothing to write as hook"):
+        convert_file(source, tmp_path / "no" / name, "hook", ("misspelt",))
+    assert not (tmp_path / "no" / name).exists()
+
+
+def test_a_flat_g_needs_the_axis(tmp_path):
+    state = {"w_v": torch.randn(3, 3), "w_g": torch.randn(3)}
+    source = save(state, tmp_path / "a.safetensors")
+    with pytest.raises(FileError, match=r"w: g of shape .* say which with dim"):
+        convert_file(source, tmp_path / "b.safetensors", "folded")
+    convert_file(source, tmp_path / "b.safetensors", "folded", dim=1)
+    w = read(tmp_path / "b.safetensors")["w"]
+    torch.testing.assert_close(w.norm(dim=0), state["w_g"].abs())
+
+
+def test_a_shard_that_held_only_g_is_gone(tmp_path):
+    name = "model.safetensors.index.json"
+    state = state_of("hook")
+    parts = {k: v for k, v in state.items() if not k.endswith("bias")}
+    convert_file(save(parts, tmp_path / name), tmp_path / "out" / name, "folded")
+    assert len(list((tmp_path / "out").glob("*-of-*"))) == 1
+    assert set(read(tmp_path / "out" / name)) == {f"{i}.weight" for i in range(3)}
+
+
+OTHER_TYPES = ["float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64", "complex64"]
+
+
+def test_tensors_of_any_type_pass_through(tmp_path):
+    others = {name: torch.ones(2, 2).to(getattr(torch, name)) for name in OTHER_TYPES}
+    source = save({**state_of("hook"), **others}, tmp_path / "a.safetensors")
+    convert_file(source, tmp_path / "b.safetensors", "folded")
+    out = read(tmp_path / "b.safetensors")
+    assert {name: out[name].dtype for name in others} == {n: t.dtype for n, t in others.items()}
+    strange = {"scale": torch.ones(2).to(torch.float8_e8m0fnu)}
+    with pytest.raises(FileError, match="scale is of type F8_E8M0, which is not known here"):
+        convert_file(
+            save(strange, tmp_path / "c.safetensors"), tmp_path / "d.safetensors", "folded"
+        )
+
+
 def test_half_types_keep_their_type(tmp_path):
     state = {k: v.to(torch.bfloat16) for k, v in state_of("hook").items()}
     source = save(state, tmp_path / "a.safetensors")

@@ -25,6 +25,7 @@ from torch import Tensor
 from weightnorm import functional, kernels
 from weightnorm.checkpoint import (
     CheckpointError,
+    Dim,
     Entry,
     Format,
     convert_state_dict,
@@ -35,10 +36,11 @@ from weightnorm.checkpoint import (
     log_mark,
     name_matcher,
     normalized_paths,
+    plain_axis,
     walk,
 )
 from weightnorm.lab.records import write_atomically
-from weightnorm.lab.safetensors_writer import Piece, write_safetensors
+from weightnorm.lab.safetensors_writer import DTYPES, Piece, write_safetensors
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 WHOLE, INDEX = ".safetensors", ".safetensors.index.json"
@@ -79,11 +81,12 @@ def inspect_file(path: Path) -> tuple[list[WeightRow], int]:
 
 
 def convert_file(
-    source: Path, target: Path, to: Format, weights: tuple[str, ...] = ()
+    source: Path, target: Path, to: Format, weights: tuple[str, ...] = (), dim: Dim = "infer"
 ) -> list[str]:
-    """Write `source` in another format to `target`; returns the names of the weights it converted.
+    """Write `source` in another format to `target`; returns the names of the normalized weights.
 
-    `weights` are patterns of the plain weights to decompose, as for ``convert_state_dict``.
+    `weights` are patterns of the plain weights to decompose, as for ``convert_state_dict``, and so
+    is `dim`.
     """
     if _kind(source) != _kind(target):
         raise FileError(
@@ -96,49 +99,43 @@ def convert_file(
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         if _kind(source) == "pickle":
-            return _convert_pickle(source, target, to, weights)
-        return _convert_safetensors(source, target, to, weights)
+            return _convert_pickle(source, target, to, weights, dim)
+        return _convert_safetensors(source, target, to, weights, dim)
     except CheckpointError as error:
         raise FileError(f"{source}: {error}") from error
     except OSError as error:
         raise FileError(f"cannot write {target}: {error.strerror or error}") from error
 
 
-def _convert_pickle(source: Path, target: Path, to: Format, weights: tuple[str, ...]) -> list[str]:
-    checkpoint = _load_pickle(source)
+def _convert_pickle(
+    source: Path, target: Path, to: Format, weights: tuple[str, ...], dim: Dim
+) -> list[str]:
+    before = _load_pickle(source)
+    after = convert_state_dict(before, to, weights=weights, dim=dim)
+    normalized = walk(before if to == "folded" else after)
+    names = [
+        f"{place}.{name}".lstrip(".") for place, state in normalized for name in entries(state)
+    ]
+    _refuse_nothing(names, to)
     memory = io.BytesIO()
-    torch.save(convert_state_dict(checkpoint, to, weights=weights), memory)
+    torch.save(after, memory)
     write_atomically(target, memory.getvalue())
-    found = [(place, name) for place, state in walk(checkpoint) for name in entries(state)]
-    return [f"{place}.{name}".lstrip(".") for place, name in found]
+    return names
 
 
 def _convert_safetensors(
-    source: Path, target: Path, to: Format, weights: tuple[str, ...]
+    source: Path, target: Path, to: Format, weights: tuple[str, ...], dim: Dim
 ) -> list[str]:
     with _opened(source) as states:
         state = states[""]
         assert isinstance(state, Shards)
-        paths = normalized_paths(state)
-        owner = {keys_of(name, format)[0]: (name, format) for name, format in paths.items()}
-        silent = {keys_of(name, format)[1] for name, format in paths.items()}
-        silent |= {log_mark(name) for name in paths}
-        chosen = name_matcher(weights)
-        shards: dict[str, list[Piece]] = {name: [] for name in state.shards}
-        for key in state:
-            if key in silent:
-                continue
-            if key in owner:
-                name, format = owner[key]
-                shards[state.home[keys_of(name, format)[1]]] += _pieces(state, name, format, to)
-            elif to != "folded" and chosen(key, state[key]):
-                shards[state.home[key]] += _taken_apart(state, key, to)
-            else:
-                shards[state.home[key]].append(state.piece(key, key))
+        names, shards = _planned(state, to, weights, dim)
+        _refuse_nothing(names, to)
         if _kind(source) == "whole":
             (pieces,) = shards.values()
             write_safetensors(target, pieces, state.metadata)
         else:
+            shards = {file: pieces for file, pieces in shards.items() if pieces}
             for file, pieces in shards.items():
                 write_safetensors(target.parent / file, pieces, state.metadata)
             index = {
@@ -146,14 +143,48 @@ def _convert_safetensors(
                 "weight_map": {p.key: file for file, ps in shards.items() for p in ps},
             }
             write_atomically(target, json.dumps(index, indent=2).encode())
-        return list(paths)
+        return names
 
 
-def _pieces(state: Shards, name: str, format: Format, to: Format) -> list[Piece]:
+def _planned(
+    state: Shards, to: Format, weights: tuple[str, ...], dim: Dim
+) -> tuple[list[str], dict[str, list[Piece]]]:
+    """The normalized weights, and what each shard will hold: a weight stays where its v was."""
+    paths = normalized_paths(state)
+    owner = {keys_of(name, format)[0]: (name, format) for name, format in paths.items()}
+    silent = {keys_of(name, format)[1] for name, format in paths.items()}
+    silent |= {log_mark(name) for name in paths}
+    chosen = name_matcher(weights if to != "folded" else ())
+    names = list(paths)
+    shards: dict[str, list[Piece]] = {name: [] for name in state.shards}
+    for key in state:
+        if key in silent:
+            continue
+        if key in owner:
+            name, format = owner[key]
+            home = state.home[keys_of(name, format)[1]]
+            shards[home] += _pieces(state, name, format, to, dim)
+        elif chosen(key, state.outline(key)):
+            names.append(key)
+            shards[state.home[key]] += _taken_apart(state, key, to, dim)
+        else:
+            shards[state.home[key]].append(state.piece(key, key))
+    return names, shards
+
+
+def _refuse_nothing(names: list[str], to: Format) -> None:
+    if not names and to != "folded":
+        raise CheckpointError(
+            f"nothing to write as {to}: no weight is normalized, and no plain one was chosen; "
+            "choose with --weights, such as --weights '*.weight'"
+        )
+
+
+def _pieces(state: Shards, name: str, format: Format, to: Format, dim: Dim) -> list[Piece]:
     g_key, v_key = keys_of(name, format)
     if to == "folded":
-        v = state.piece(v_key, name)
-        return [Piece(name, v.dtype, v.shape, lambda: folded_weight(_entry(state, name, format)))]
+        v, entry = state.piece(v_key, name), partial(_entry, state, name, format)
+        return [Piece(name, v.dtype, v.shape, lambda: folded_weight(entry(), dim))]
     new_g, new_v = keys_of(name, to)
     g = state.piece(g_key, new_g)
     return [
@@ -162,12 +193,13 @@ def _pieces(state: Shards, name: str, format: Format, to: Format) -> list[Piece]
     ]
 
 
-def _taken_apart(state: Shards, key: str, to: Format) -> list[Piece]:
+def _taken_apart(state: Shards, key: str, to: Format, dim: Dim) -> list[Piece]:
     whole, (g_key, v_key) = state.piece(key, key), keys_of(key, to)
-    shape = kernels.unit_shape(torch.Size(whole.shape), 0)
+    axis = plain_axis(key, len(whole.shape), dim)
+    shape = kernels.unit_shape(torch.Size(whole.shape), axis)
     return [
-        Piece(g_key, whole.dtype, shape, lambda: functional.decompose(state[key]).g),
-        Piece(v_key, whole.dtype, whole.shape, lambda: functional.decompose(state[key]).v),
+        Piece(g_key, whole.dtype, shape, lambda: functional.decompose(state[key], axis).g),
+        Piece(v_key, whole.dtype, whole.shape, lambda: functional.decompose(state[key], axis).v),
     ]
 
 
@@ -191,9 +223,16 @@ class Shards(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.home)
 
+    def outline(self, key: str) -> Tensor:
+        """A tensor's shape and type, without its numbers."""
+        piece = self.piece(key, key)
+        return torch.empty(piece.shape, dtype=DTYPES[piece.dtype], device="meta")
+
     def piece(self, key: str, new: str) -> Piece:
         """A tensor to be written as it is under a new key, without reading it now."""
         view = self.shards[self.home[key]].get_slice(key)
+        if view.get_dtype() not in DTYPES:
+            raise CheckpointError(f"{key} is of type {view.get_dtype()}, which is not known here")
         return Piece(new, view.get_dtype(), tuple(view.get_shape()), partial(self.__getitem__, key))
 
 

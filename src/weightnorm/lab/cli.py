@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, make_dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -23,7 +23,7 @@ from weightnorm.lab.checkpoint_files import FileError, convert_file, inspect_fil
 from weightnorm.lab.data import fetch
 from weightnorm.lab.data.catalog import DATA_SETS
 from weightnorm.lab.data.fetch import DataError
-from weightnorm.lab.experiments import classify, dqn
+from weightnorm.lab.experiments import classify, dqn, draw, vae
 from weightnorm.lab.experiments.checkpoints import CheckpointError
 from weightnorm.lab.experiments.config import ConfigError
 from weightnorm.lab.experiments.outcome import render
@@ -36,10 +36,11 @@ from weightnorm.lab.parsing import (
     parse_config,
     parse_known,
     refuse_singular,
+    with_flags,
 )
 from weightnorm.lab.records import RecordError
 
-EXPERIMENTS: dict[str, ModuleType] = {"classify": classify, "dqn": dqn}
+EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (classify, vae, draw, dqn)}
 OUT, ERR = Console(), Console(stderr=True)
 
 
@@ -119,7 +120,7 @@ def sweep_(words: list[str]) -> int:
     """Run a grid of experiments: parameterizations × learning rates × seeds."""
     module, rest = _experiment(words, "sweep")
     axes: dict[str, str] = getattr(module, "AXES", {})
-    kind = _with_axes(axes)
+    kind = with_flags(SweepOptions, axes, "More than one to range over.")
     options, rest = parse_known(kind, rest, f"sweep {module.NAME}", sweep_)
     refuse_singular(rest, kind)
     base = parse_config(module, rest, f"sweep {module.NAME}")
@@ -132,14 +133,6 @@ def sweep_(words: list[str]) -> int:
         axes={axes[flag]: values for flag in axes if (values := getattr(options, flag))},
     )
     return _sweep(grid, ["sweep", *words], options)
-
-
-def _with_axes(axes: Iterable[str]) -> type[SweepOptions]:
-    """The options of a sweep, with a flag for each further axis of the experiment."""
-    help_ = tyro.conf.arg(help="More than one to range over; by default the preset's.")
-    flags = [(flag, Annotated[tuple[str, ...], help_], field(default=())) for flag in axes]
-    about = {"__doc__": SweepOptions.__doc__}
-    return make_dataclass("Options", flags, bases=(SweepOptions,), namespace=about, frozen=True)
 
 
 def _sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
@@ -255,13 +248,15 @@ class ConvertOptions:
     """torch's newer keys, its older ones (weight_g, weight_v), or plain weights."""
     weights: tuple[str, ...] = ()
     """Plain weights to decompose, by name or pattern such as '*.weight'."""
+    dim: int | Literal["infer"] | None = "infer"
+    """The kept axis, where shapes do not tell it: a flat g, or plain weights (else 0)."""
 
 
 def convert(words: list[str]) -> int:
     """Move a checkpoint between torch's old keys, its new ones, and plain weights."""
     options = parse(ConvertOptions, words, "convert", convert)
-    names = convert_file(options.source, options.target, options.to, options.weights)
-    _say(OUT, f"{options.target}: {len(names)} normalized weights read, written as {options.to}")
+    names = convert_file(options.source, options.target, options.to, options.weights, options.dim)
+    _say(OUT, f"{options.target}: {len(names)} normalized weights, written as {options.to}")
     return 0
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from rich.console import Console
 
-from weightnorm.lab.experiments.config import RunConfig
+from weightnorm.lab.experiments.config import RunConfig, preset_of
 
 T = TypeVar("T")
 
@@ -41,10 +41,11 @@ def nearest(word: str, known: Iterable[str], kind: str) -> str:
 
 def parse_config(module: ModuleType, words: list[str], verb: str) -> Any:
     """An experiment's config: its preset, then the flags, then the preset's learning rate."""
-    preset = module.PRESETS["cpu"]
-    for flag, value in pairwise([*_split(words), ""]):
-        if flag == "--preset":
-            preset = module.PRESETS.get(value, preset)  # an unknown one is refused below
+    said = dict(pairwise([*_split(words), ""]))
+    name = said.get("--preset", "cpu")
+    if name not in module.PRESETS:
+        name = "cpu"  # it is refused below
+    preset = preset_of(module.PRESETS, name, said.get("--data", ""))
     config: RunConfig = parse(type(preset), words, verb, module.run, default=preset)
     if "--learning-rate" not in _split(words):
         rate = module.LEARNING_RATES[config.preset][config.parameterization]
@@ -62,6 +63,16 @@ def parse_known(kind: type[T], words: list[str], verb: str, about: Any) -> tuple
     """Options of a verb, and the words that are not among them."""
     both: tuple[T, list[str]] = _cli(kind, words, verb, about, {"return_unknown_args": True})
     return both
+
+
+def with_flags(kind: type[T], names: Iterable[str], about: str) -> type[T]:
+    """The options, and a flag of words for each name; the type itself if there are none."""
+    help_ = tyro.conf.arg(help=about)
+    more = [
+        (name, Annotated[tuple[str, ...], help_], dataclasses.field(default=())) for name in names
+    ]
+    same = {"namespace": {"__doc__": kind.__doc__}, "frozen": True}
+    return make_dataclass(kind.__name__, more, bases=(kind,), **same) if more else kind
 
 
 def refuse_singular(words: list[str], kind: Any) -> None:

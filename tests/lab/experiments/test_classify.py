@@ -43,8 +43,10 @@ def test_embedded_digits_are_whitened_and_large_enough():
 
 
 def test_folders_say_what_departs_from_the_preset():
-    demo = classify.PRESETS["demo"]
-    where = lambda **changes: str(folder("classify", replace(demo, **changes), demo))  # noqa: E731
+    def where(**changes):
+        config = replace(classify.PRESETS["demo"], **changes)
+        return str(folder("classify", config, classify.PRESETS))
+
     assert where() == "runs/classify/demo/weight-norm/lr-0.003/seed-1"
     assert where(seed=2, learning_rate=0.01).endswith("demo/weight-norm/lr-0.01/seed-2")
     assert where(epochs=3, width=0.5).endswith(
@@ -65,6 +67,7 @@ def test_folders_say_what_departs_from_the_preset():
         ("limit", 1),
         ("learning_rate", 0.0),
         ("checkpoint_seconds", -1.0),
+        ("wait_seconds", 0.0),
     ],
 )
 def test_impossible_values_are_refused(field, value):

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -18,7 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from commands import BASE, environment, run_folder, started, wait_for, weightnorm
+from commands import (
+    BASE,
+    environment,
+    outcome,
+    run_folder,
+    same,
+    spread,
+    started,
+    wait_for,
+    weightnorm,
+)
 from weightnorm.lab.experiments import classify
 from weightnorm.lab.experiments.run import Run
 from weightnorm.lab.records import load_record
@@ -28,26 +37,6 @@ TINY = ("run", "classify", "--preset", "demo", "--epochs", 4, "--limit", 300, "-
 
 def tiny(runs, *more):
     return (*TINY, "--runs", runs, *more)
-
-
-def outcome(runs):
-    """Everything a run leaves that must not depend on how often it was stopped."""
-    folder = run_folder(runs)
-    record = load_record(folder)
-    state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    timeless = [{k: v for k, v in row.items() if k != "seconds"} for row in record.metrics]
-    result = {k: v for k, v in record.result.items() if k != "seconds"}
-    return timeless, result, state["states"], state["random"]
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 @pytest.fixture(scope="module")
@@ -251,25 +240,11 @@ def test_half_precision_learns(tmp_path, precision):
     assert loss[-1] < loss[0]
 
 
-def spread(ranks, runs, *more):
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *words, "-m", "weightnorm", *map(str, tiny(runs, *more))]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=environment(GLOO_SOCKET_IFNAME="lo"),
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return run_folder(runs)
-
-
 def test_two_ranks_are_one_process_with_the_same_batch(tmp_path):
     quiet = ("--parameterization", "weight-norm-mean-only", "--noise", 0, "--dropout", 0)
     quiet = (*quiet, "--epochs", 1, "--limit", 111, "--init-examples", 51)
-    together = load_record(spread(2, tmp_path / "two", *quiet))
+    spread(2, *tiny(tmp_path / "two", *quiet))
+    together = load_record(run_folder(tmp_path / "two"))
     assert weightnorm(*tiny(tmp_path / "one", *quiet))[0] == 0
     alone = load_record(run_folder(tmp_path / "one"))
     assert together.environment["ranks"] == 2

@@ -51,7 +51,7 @@ def test_a_grid_is_every_combination_seed_by_seed(tmp_path):
         for rate in (0.001, 0.01)
     ]
     for job in plan:
-        assert job.folder == folder("classify", job.config, DEMO)
+        assert job.folder == folder("classify", job.config, classify.PRESETS)
         assert job.log == job.folder / "output.log"
         assert job.label == (
             f"{job.config.parameterization} lr {job.config.learning_rate} seed {job.config.seed}"

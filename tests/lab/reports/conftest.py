@@ -130,7 +130,7 @@ def example(tmp_path_factory):
     write_run(root, label="cpu+epochs=3", epochs=3, parameterization="standard")
     write_run(root, preset="demo", data="digits", parameterization="standard")
     rows = [{"epoch": epoch, "bound": -90.0 + epoch} for epoch in (1, 2)]
-    write_run(root, experiment="vae", metrics=rows, result={"bound": -88.0})
+    write_run(root, experiment="other", metrics=rows, result={"bound": -88.0})
     damaged = root / "classify" / "cpu" / "standard" / "lr-0.1" / "seed-1"
     damaged.mkdir(parents=True)
     (damaged / "config.json").write_text('{"experiment": "cla')

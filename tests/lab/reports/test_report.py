@@ -63,7 +63,7 @@ def test_the_files_are_the_page_and_two_of_each_figure(files):
     assert {name for name in names if name.startswith("classify-cpu-")} >= {
         f"classify-cpu-{name}" for name in cpu
     }
-    assert "vae-cpu-bound" in names
+    assert "other-cpu-bound" in names
     for path in files.figures:
         start = {".png": b"\x89PNG", ".svg": b"<?xml"}[path.suffix]
         assert path.read_bytes().startswith(start)
@@ -184,10 +184,10 @@ def test_text_from_records_stays_text(run, tmp_path):
 
 
 def test_figures_of_one_name_do_not_overwrite_each_other(run, tmp_path):
-    run(experiment="vae", metrics=[{"epoch": 1, "a_b": 1.0, "a b": 2.0}])
+    run(experiment="other", metrics=[{"epoch": 1, "a_b": 1.0, "a b": 2.0}])
     files = report(tmp_path / "runs", tmp_path / "out")
     names = {path.stem for path in files.figures}
-    assert names == {"vae-cpu-a-b", "vae-cpu-a-b-2"}
+    assert names == {"other-cpu-a-b", "other-cpu-a-b-2"}
 
 
 def test_a_copied_run_is_counted_once(run, tmp_path):

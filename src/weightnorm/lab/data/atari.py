@@ -12,6 +12,7 @@ this module against it.
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -74,16 +75,16 @@ class Atari:
     shape = (SIDE, SIDE)
 
     def __init__(self, game: str) -> None:
-        from ale_py import ALEInterface, LoggerMode, roms
+        from ale_py import ALEInterface, LoggerMode
 
-        if game not in games():
+        if game not in cartridges():
             raise DataError(f"ale-py has no game {game!r}")
         ALEInterface.setLoggerMode(LoggerMode.Error)
         self.emulator = ALEInterface()
         self.emulator.setFloat("repeat_action_probability", 0.0)
         self.emulator.setInt("max_num_frames_per_episode", 0)
         self.emulator.setInt("random_seed", 1)
-        self.emulator.loadROM(roms.get_rom_path(game.replace("-", "_")))
+        self.emulator.loadROM(cartridges()[game])
         self.buttons = self.emulator.getMinimalActionSet()
         self.actions = len(self.buttons)
         height, width = self.emulator.getScreenDims()
@@ -136,13 +137,16 @@ class Atari:
 
 
 @cache
-def games() -> tuple[str, ...]:
-    """The games that one can play alone."""
+def cartridges() -> dict[str, Path]:
+    """The games that one can play alone, by name."""
     from ale_py import ALEInterface, roms
 
     paths = {name: roms.get_rom_path(name) for name in sorted(roms.get_all_rom_ids())}
-    alone = (name for name, path in paths.items() if ALEInterface.isSupportedROM(path))
-    return tuple(name.replace("_", "-") for name in alone)
+    return {
+        name.replace("_", "-"): path
+        for name, path in paths.items()
+        if path is not None and ALEInterface.isSupportedROM(path)
+    }
 
 
 class Bilinear:
@@ -167,7 +171,8 @@ class Bilinear:
         tall = image[self.rows[0]] * upper + image[self.rows[1]] * lower  # (84, 160)
         left, right = self.column_weights
         total = tall[:, self.columns[0]] * left + tall[:, self.columns[1]] * right  # (84, 84)
-        return ((total + self.whole // 2) // self.whole).astype(np.uint8)
+        rounded: Pixels = ((total + self.whole // 2) // self.whole).astype(np.uint8)
+        return rounded
 
 
 def neighbours(source: int, target: int) -> tuple[NDArray[np.intp], NDArray[np.int32]]:

@@ -182,7 +182,7 @@ def evaluate(
             loss = F.cross_entropy(logits, y, reduction="sum")
             wrong = (logits.argmax(1) != y).sum()
             sums += torch.stack([loss.double(), wrong.double()]).cpu()
-    loss_sum, errors = run.ranks.sum(sums).tolist()
+    loss_sum, errors = run.ranks.sum(sums, "the errors on the test set").tolist()
     return loss_sum / len(images), errors / len(images)
 
 

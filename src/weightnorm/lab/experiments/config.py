@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -42,9 +43,11 @@ class RunConfig:
     """Run the model through torch.compile."""
     checkpoint_seconds: float = 60.0
     """A checkpoint at least this often; after a kill, at most this much is done again."""
+    wait_seconds: float = 300.0
+    """With many ranks: how long to wait for another one before giving it up for lost."""
 
     EXECUTION: ClassVar[frozenset[str]] = frozenset(
-        {"runs", "data_dir", "device", "compile", "checkpoint_seconds"}
+        {"runs", "data_dir", "device", "compile", "checkpoint_seconds", "wait_seconds"}
     )
     """Fields that say how to run, not what: they do not name the folder and may change."""
 
@@ -55,6 +58,8 @@ class RunConfig:
         rate = self.learning_rate
         require(0 < rate < math.inf, "learning_rate", rate, "a positive number")
         require(self.checkpoint_seconds >= 0, "checkpoint_seconds", self.checkpoint_seconds, "≥ 0")
+        wait = self.wait_seconds
+        require(0 < wait < math.inf, "wait_seconds", wait, "a positive number")
 
 
 def require(holds: bool, field: str, got: Any, expected: str) -> None:
@@ -75,11 +80,21 @@ def recorded(config: RunConfig) -> dict[str, Any]:
     return fields
 
 
-def folder(experiment: str, config: C, preset: C) -> Path:
+def preset_of(presets: Mapping[str, C], name: str, data: str) -> C:
+    """A preset by its name: the one for the data, such as ``cpu cifar10``, if it has its own."""
+    return presets.get(f"{name} {data}", presets[name])
+
+
+def start_of(config: C, presets: Mapping[str, C]) -> C:
+    """The preset that a config departs from."""
+    return preset_of(presets, config.preset, getattr(config, "data", ""))
+
+
+def folder(experiment: str, config: C, presets: Mapping[str, C]) -> Path:
     """runs/<experiment>/<preset>/<parameterization>/lr-…/seed-…; what departs from the preset is
     named beside it, as in ``cpu+epochs=3``."""
     apart = {"learning_rate", "seed", *config.PLACE}
-    theirs = what(preset)
+    theirs = what(start_of(config, presets))
     changed = [
         f"{name.replace('_', '-')}={value}"
         for name, value in what(config).items()

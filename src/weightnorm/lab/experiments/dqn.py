@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,7 @@ from weightnorm import (
     parameterize,
     remove_weight_norm,
 )
-from weightnorm.lab.data import atari
-from weightnorm.lab.data.atari import Atari, Game
+from weightnorm.lab.data.atari import Atari, Game, cartridges
 from weightnorm.lab.data.replay import Batch, Replay
 from weightnorm.lab.experiments.config import RunConfig, require
 from weightnorm.lab.experiments.players import Beginning, Player, Tester, choose
@@ -109,7 +108,7 @@ class Config(RunConfig):
                 "less than train-steps by an update or more")  # fmt: skip
         require(size >= start, "replay_size", size, "replay-start or more")
         if self.game not in PAPERS_GAMES:
-            known = atari.games()
+            known = list(cartridges())
             near = get_close_matches(self.game, known, 3, cutoff=0.5) or known
             require(self.game in known, "game", self.game, f"one of ale-py's: {', '.join(near)}?")
 
@@ -216,9 +215,10 @@ class Agent:
         self.optimizer = torch.optim.Adamax(
             self.model.parameters(), lr=config.learning_rate, betas=(0.5, 0.999)
         )
-        self.networks = self.model, self.target
-        if config.compile:
-            self.networks = torch.compile(self.model), torch.compile(self.target)
+        compiled: Callable[[Any], Any] = (
+            torch.compile if config.compile else lambda network: network
+        )
+        self.networks = compiled(self.model), compiled(self.target)
 
     def begin(self, states: Tensor) -> None:
         """Initialize on data; the copies follow."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from weightnorm.collective import RankLost, waiting
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -16,17 +19,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the ranks."""
+    """This process's place among the ranks. Where one of them is lost, the others get RankLost."""
 
     rank: int = 0
     world: int = 1
 
     @classmethod
-    def join(cls, device: torch.device) -> Ranks:
-        """Join the group torchrun set up, if it did."""
+    def join(cls, device: torch.device, wait_seconds: float) -> Ranks:
+        """Join the group torchrun set up, if it did; no wait for another rank is ever longer."""
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=wait_seconds),
+            )
+        except RuntimeError as error:
+            here = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+            raise RankLost(f"{here} found no others ({str(error).splitlines()[0]})") from error
         return cls(dist.get_rank(), dist.get_world_size())
 
     def leave(self) -> None:
@@ -47,24 +57,27 @@ class Ranks:
         """This rank's part of a global batch."""
         return rows.tensor_split(self.world)[self.rank] if self.world > 1 else rows
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Σ over ranks."""
+    def sum(self, x: Tensor, what: str = "a sum") -> Tensor:
+        """Σ over ranks. `what` it is, for the error if a rank is lost."""
         if self.world > 1:
-            dist.all_reduce(x)
+            with waiting(what):
+                dist.all_reduce(x)
         return x
 
     def any(self, *flags: bool) -> list[bool]:
         """For each flag, whether any rank says so; in one message."""
         if self.world == 1:
             return list(flags)
-        return [count > 0 for count in self.sum(torch.tensor(flags, dtype=torch.float32)).tolist()]
+        counts = self.sum(torch.tensor(flags, dtype=torch.float32), "all to end a step")
+        return [count > 0 for count in counts.tolist()]
 
-    def gather(self, thing: Any) -> list[Any]:
+    def gather(self, thing: Any, what: str = "a meeting") -> list[Any]:
         """Every rank's thing, on every rank."""
         things: list[Any] = [thing]
         if self.world > 1:
             things = [None] * self.world
-            dist.all_gather_object(things, thing)
+            with waiting(what):
+                dist.all_gather_object(things, thing)
         return things
 
     def sum_gradients(self, model: nn.Module) -> None:
@@ -77,7 +90,7 @@ class Ranks:
             return
         parameters = [p for p in model.parameters() if p.requires_grad]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        total = self.sum(torch.cat([grad.flatten() for grad in grads]))
+        total = self.sum(torch.cat([grad.flatten() for grad in grads]), "the sum of gradients")
         parts = total.split([grad.numel() for grad in grads])
         for parameter, grad, part in zip(parameters, grads, parts, strict=True):
             parameter.grad = grad.copy_(part.view_as(grad))

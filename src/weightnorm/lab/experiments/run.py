@@ -32,9 +32,9 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
-from weightnorm.diagnostics import unit_weights
+from weightnorm.collective import RankLost
 from weightnorm.lab.experiments.checkpoints import (
     load_checkpoint,
     random_state,
@@ -43,9 +43,10 @@ from weightnorm.lab.experiments.checkpoints import (
 )
 from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, recorded, what
 from weightnorm.lab.experiments.environment import environment, pick_device
+from weightnorm.lab.experiments.failure import longest
 from weightnorm.lab.experiments.progress import Reporter, Silent, reporter
 from weightnorm.lab.experiments.ranks import Ranks
-from weightnorm.lab.experiments.sums import Sums
+from weightnorm.lab.experiments.sums import Sums, stacked
 from weightnorm.lab.records import (
     RunRecord,
     append_row,
@@ -81,7 +82,7 @@ class Run:
     ) -> None:
         self.experiment, self.config = experiment, config
         self.console = console or Console(stderr=True)
-        self.folder = folder(experiment, config, presets[config.preset])
+        self.folder = folder(experiment, config, presets)
         self.device = pick_device(config.device)
         self.ranks = Ranks()
         self.epoch = self.step = self.rows = 0
@@ -100,15 +101,16 @@ class Run:
 
     def __enter__(self) -> Run:
         try:
-            self.ranks = Ranks.join(self.device)
+            self.ranks = Ranks.join(self.device, self.config.wait_seconds)
             if self.ranks.first:
                 self._open_folder()
-            self.ranks.gather(None)  # the folder is there, and ours, before any rank goes on
+            self.ranks.gather(None, "the folder")  # there, and ours, before any rank goes on
             for which in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[which] = signal.signal(which, self._on_signal)
             torch.manual_seed(self.config.seed)
-        except BaseException:
+        except BaseException as error:
             self._close()
+            self._explain(error)
             raise
         return self
 
@@ -119,11 +121,16 @@ class Run:
         at: TracebackType | None,
     ) -> None:
         self._close()
-        if isinstance(error, OSError):
-            raise RunError(
-                f"{self.folder}: {error.strerror or error}. Nothing already written is lost; "
-                "make room, then run the same command to go on"
-            ) from error
+        self._explain(error)
+
+    def _explain(self, error: BaseException | None) -> None:
+        """Say how to go on after what is not the run's own fault."""
+        ways = {OSError: "make room, then run", RankLost: "start all ranks again with"}
+        for kind, way in ways.items():
+            if isinstance(error, kind):
+                what = getattr(error, "strerror", None) or error
+                lost = f"{self.folder}: {what}. Nothing already written is lost"
+                raise RunError(f"{lost}; {way} the same command to go on") from error
 
     def _open_folder(self) -> None:
         try:
@@ -188,7 +195,7 @@ class Run:
             for name, thing in stateful.items():
                 thing.load_state_dict(state["states"][name])
             self.epoch, self.step, self.rows = state["epoch"], state["step"], state["rows"]
-            self.totals = Sums({k: v.to(self.device) for k, v in state["totals"].items()})
+            self.totals = Sums.of_rank(state["totals"], self.ranks.rank, self.device)
             self.seconds = state["seconds"]
             set_random_state(state["random"][self.ranks.rank])
         elif self.ranks.rank:  # all ranks begin with the same weights, but draw their own noise
@@ -205,15 +212,15 @@ class Run:
 
     def save(self, path: Path | None = None) -> None:
         """Write a checkpoint; elsewhere than in its usual place if told so."""
-        random = self.ranks.gather(random_state())
+        parts = self.ranks.gather((random_state(), self.totals.cpu()), "parts of a checkpoint")
         if self.ranks.first:
             state = {
                 "epoch": self.epoch,
                 "step": self.step,
                 "rows": self.rows,
-                "totals": dict(self.totals),
+                "totals": stacked([totals for _, totals in parts]),
                 "seconds": self.seconds,
-                "random": random,
+                "random": [random for random, _ in parts],
                 "states": {name: thing.state_dict() for name, thing in self.stateful.items()},
             }
             save_checkpoint(path or self.folder / "checkpoint.pt", state)
@@ -274,7 +281,7 @@ class Run:
 
     def total(self, name: str) -> float:
         """This epoch's sum over steps and ranks."""
-        return self.ranks.sum(self.totals[name].clone()).item()
+        return self.ranks.sum(self.totals[name].clone(), f"the epoch's sum of {name}").item()
 
     def log(self, **metrics: float) -> None:
         """Record an epoch: a line of metrics.jsonl, TensorBoard, and the screen."""
@@ -308,7 +315,7 @@ class Run:
         if self.ranks.first:
             seconds = sum(row["seconds"] for row in read_rows(self.folder / "metrics.jsonl"))
             write_json(self.folder / "result.json", {**result, "seconds": round(seconds, 3)})
-        self.ranks.gather(None)
+        self.ranks.gather(None, "the result")
         return load_record(self.folder)
 
     def _stop_if(self, asked: bool) -> None:
@@ -323,18 +330,10 @@ class Run:
         sums = ", ".join(f"{name} {float(value):g}" for name, value in self.totals.items())
         raise RunError(
             f"not finite at epoch {self.epoch + 1}, step {self.step}: {sums}.\n"
-            f"The longest weights, each the norm of its longest unit: {self._longest()}.\n"
+            f"The longest weights, each the norm of its longest unit: {longest(self.stateful.get('model'))}.\n"
             f"The state is in {state}; the checkpoint from before it is kept. "
             "A smaller --learning-rate is the usual way out"
         )
-
-    def _longest(self, count: int = 5) -> str:
-        model = self.stateful.get("model")
-        weights = unit_weights(model) if isinstance(model, nn.Module) else {}
-        norms = {name: w.norm(dim=1).max().item() for name, w in weights.items()}
-        # Those that are not numbers first.
-        longest = sorted(norms, key=lambda name: (norms[name] == norms[name], -norms[name]))
-        return ", ".join(f"{name} {norms[name]:.4g}" for name in longest[:count])
 
 
 def _shown(metrics: Mapping[str, float]) -> str:

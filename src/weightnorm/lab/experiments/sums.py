@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,14 @@ class Sums(dict[str, Tensor]):
                 self[name] = torch.zeros((), dtype=torch.float64, device=place)
             self[name] += amount.detach() if isinstance(amount, Tensor) else amount
 
+    @classmethod
+    def of_rank(cls, stacked: Mapping[str, Tensor], rank: int, device: torch.device) -> Sums:
+        """This rank's, out of those of all."""
+        return cls({name: totals.flatten()[rank].to(device) for name, totals in stacked.items()})
+
+    def cpu(self) -> dict[str, Tensor]:
+        return {name: total.cpu() for name, total in self.items()}
+
     @property
     def finite(self) -> bool:
         return all(math.isfinite(total) for total in self.values())
@@ -29,3 +37,8 @@ class Sums(dict[str, Tensor]):
         if "count" not in self:
             return {}
         return {k: (v / self["count"]).item() for k, v in self.items() if k != "count"}
+
+
+def stacked(ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The sums of all ranks, for a checkpoint: (ranks,) each."""
+    return {name: torch.stack([sums[name] for sums in ranks]) for name in ranks[0]}

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightnorm import Parameterization
-from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, require
+from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, require, start_of
 from weightnorm.lab.experiments.config import recorded as recorded_config
 from weightnorm.lab.experiments.outcome import SweepResult, shown, summarize
 from weightnorm.lab.experiments.workers import POLL_SECONDS, Job, Stop, Task, Workers, workers
@@ -59,13 +59,13 @@ class Grid:
         require(bool(self.parameterizations), "parameterizations", "empty", "one or more")
         require(bool(self.seeds), "seeds", "empty", "one or more")
         module = importlib.import_module(f"weightnorm.lab.experiments.{self.experiment}")
-        preset = module.PRESETS[self.base.preset]
+        preset = start_of(self.base, module.PRESETS)
         jobs: dict[Path, Job] = {}
         for seed, how, *more in product(self.seeds, self.parameterizations, *self.axes.values()):
             base = replace(self.base, **dict(zip(self.axes, more, strict=True)))
             for rate in self.learning_rates or [module.LEARNING_RATES[self.base.preset][how]]:
                 config = replace(base, parameterization=how, learning_rate=rate, seed=seed)
-                place = folder(self.experiment, config, preset)
+                place = folder(self.experiment, config, module.PRESETS)
                 if place in jobs:
                     raise ConfigError(f"two runs of the grid are {place}; name each value once")
                 words = (*command, self.experiment, *flags(config, preset))

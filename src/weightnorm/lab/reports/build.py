@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightnorm.lab.records import RunRecord, find_records, write_atomically
-from weightnorm.lab.reports import claims, classify, generic
+from weightnorm.lab.reports import claims, classify, generic, vae
+from weightnorm.lab.reports import draw as draw_
 from weightnorm.lab.reports.comparison import grouped
 from weightnorm.lab.reports.figures import draw
 from weightnorm.lab.reports.page import render
@@ -17,6 +18,8 @@ from weightnorm.lab.reports.section import Section
 SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {
     "claims": claims.section,
     "classify": classify.section,
+    "vae": vae.section,
+    "draw": draw_.section,
 }
 """Experiment → its section. An experiment that is not here gets `generic.section`."""
 

@@ -4,12 +4,13 @@ on speed and on the length of v."""
 from __future__ import annotations
 
 from weightnorm.lab.records import RunRecord
-from weightnorm.lab.reports.aggregate import epoch_seconds, final, stat
+from weightnorm.lab.reports.aggregate import final, stat
 from weightnorm.lab.reports.comparison import Comparison, comparisons, finished
-from weightnorm.lab.reports.curves import best_lines, progress, rate_lines, reading
+from weightnorm.lab.reports.curves import best_lines, rate_lines, reading
 from weightnorm.lab.reports.looks import LOOKS, look, ordered
 from weightnorm.lab.reports.section import Plot, Section, Table, slug
-from weightnorm.lab.reports.settings import MACHINE, config_values, settings, unlike
+from weightnorm.lab.reports.settings import config_values, departures, settings
+from weightnorm.lab.reports.tables import times, unfinished
 
 PAPER_ERROR = {
     "standard": "8.43",
@@ -57,7 +58,7 @@ def part(runs: Comparison) -> Section:
         curves("v_norm", "Length of v", "‖v‖, mean over units"),
         curves("effective_step", "Effective step", "g/‖v‖, mean over units"),
         *learning_rates(runs),
-        times(runs),
+        times(runs, PAPER_TIME),
         settings(runs.records),
     ]
     shown = (item for item in content if isinstance(item, Table) or item.lines)
@@ -81,23 +82,9 @@ def errors(runs: Comparison) -> Table:
     if not cifar10:
         notes.append("The paper's and the published errors are of CIFAR-10, so not shown here.")
         head, *rows = [(*row[:3], *row[4:]) for row in (head, *rows)]
-    elif other := _other_size(runs):
+    elif other := departures(runs.records, PAPER_SIZE):
         notes.append(f"The paper's runs: width 1, 200 epochs, all training data. These: {other}.")
     return Table("Errors", head, tuple(rows), tuple(notes))
-
-
-def unfinished(runs: Comparison) -> list[Table]:
-    """The runs that are in no other table, if any."""
-    rows = tuple(
-        (look(kind).name, f"{rate:g}", str(record.config.get("seed", "?")), progress(record))
-        for kind, rates in runs.grid.items()
-        for rate, records in rates.items()
-        for record in records
-        if not record.finished
-    )
-    head = ("parameterization", "lr", "seed", "how far")
-    notes = ("Not counted in any n.",)
-    return [Table("Not finished", head, rows, notes, numeric=False)] if rows else []
 
 
 def learning_rates(runs: Comparison) -> list[Plot | Table]:
@@ -124,31 +111,6 @@ def learning_rates(runs: Comparison) -> list[Plot | Table]:
     return [*plots, Table("Every learning rate", head, rows)]
 
 
-def times(runs: Comparison) -> Table:
-    """Time of an epoch, relative to standard."""
-    done = {
-        kind: finished(record for records in rates.values() for record in records)
-        for kind, rates in runs.grid.items()
-    }
-    seconds = {kind: stat(map(epoch_seconds, records)) for kind, records in done.items()}
-    standard = seconds.get("standard", stat([]))
-    rows = [
-        (
-            look(kind).name,
-            time.text(),
-            f"{time.mean / standard.mean:.2f}" if time.n and standard.mean > 0 else "—",
-            str(time.runs),
-            PAPER_TIME.get(kind, "—"),
-        )
-        for kind, time in seconds.items()
-    ]
-    notes = ["Seconds: mean over the epochs of a run, then mean ± standard deviation over n runs."]
-    if differing := unlike(finished(runs.records), MACHINE):
-        notes.append(f"Runs differ in {', '.join(differing)}: their times do not compare.")
-    head = ("parameterization", "seconds per epoch", "relative to standard", "n", "paper")
-    return Table("Time per epoch", head, tuple(rows), tuple(notes))
-
-
 def _ends(rate: float, records: list[RunRecord]) -> tuple[str, str, str, str, str]:
     done = finished(records)
     test, train = (stat(final(r, metric) for r in done) for metric in ("test_error", "train_error"))
@@ -158,13 +120,3 @@ def _ends(rate: float, records: list[RunRecord]) -> tuple[str, str, str, str, st
 
 def _cifar10(runs: Comparison) -> bool:
     return set(config_values(runs.records, "data")) == {"cifar10"}
-
-
-def _other_size(runs: Comparison) -> str:
-    """Where the runs are not of the paper's size."""
-    values = {field: config_values(runs.records, field) for field in PAPER_SIZE}
-    return ", ".join(
-        f"{field} {' or '.join(sorted(values[field]))}"
-        for field, paper in PAPER_SIZE.items()
-        if set(values[field]) != {paper}
-    )

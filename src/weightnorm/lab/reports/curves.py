@@ -51,7 +51,7 @@ def rate_lines(runs: Comparison, metric: str, scale: float = 1) -> tuple[Line, .
         counts = sorted({end.n for end in ends.values()})
         n = "–".join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))
         mean = tuple(scale * end.mean for end in ends.values())
-        spread = tuple(scale * end.std if end.n > 1 else 0.0 for end in ends.values())
+        spread = tuple(abs(scale) * end.std if end.n > 1 else 0.0 for end in ends.values())
         name = f"{look(kind).name}, n = {n} at each rate"
         drawn.append(Line(name, look(kind), tuple(ends), mean, spread if counts[-1] > 1 else ()))
     return tuple(drawn)
@@ -64,5 +64,5 @@ def progress(record: RunRecord) -> str:
 
 def _line(values: Curve, name: str, style: Look, scale: float, unfinished: bool = False) -> Line:
     y = tuple(scale * value for value in values.mean)
-    spread = tuple(scale * value for value in values.std) if values.n > 1 else ()
+    spread = tuple(abs(scale) * value for value in values.std) if values.n > 1 else ()
     return Line(name, style, values.x, y, spread, unfinished)

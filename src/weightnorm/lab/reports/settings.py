@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weightnorm.lab.records import RunRecord
@@ -38,6 +38,16 @@ def unlike(records: list[RunRecord], fields: Iterable[str]) -> list[str]:
 def config_values(records: list[RunRecord], field: str) -> Counter[str]:
     """Each value of a field, and how many runs have it."""
     return Counter(_text(record.config.get(field, "not recorded")) for record in records)
+
+
+def departures(records: list[RunRecord], usual: Mapping[str, str]) -> str:
+    """The fields whose values are not the usual ones, with their values; empty if all are."""
+    values = {field: config_values(records, field) for field in usual}
+    return ", ".join(
+        f"{_words(field)} {' or '.join(sorted(values[field]))}"
+        for field, value in usual.items()
+        if set(values[field]) != {value}
+    )
 
 
 def session_values(records: list[RunRecord], field: str) -> Counter[str]:

@@ -1,0 +1,1 @@
+"""Time, side by side with peers. Measured, never asserted in a test."""

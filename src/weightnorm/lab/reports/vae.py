@@ -1,0 +1,191 @@
+"""The section of experiment 2, the convolutional VAE: the paper's figure 2, the bounds beside
+published ones, and pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightnorm.lab.records import RunRecord
+from weightnorm.lab.reports.aggregate import final, stat
+from weightnorm.lab.reports.comparison import Comparison, comparisons, finished, grouped
+from weightnorm.lab.reports.curves import best_lines, rate_lines, reading
+from weightnorm.lab.reports.looks import look
+from weightnorm.lab.reports.pictures import grid, kept
+from weightnorm.lab.reports.section import Picture, Plot, Section, Table, slug
+from weightnorm.lab.reports.settings import config_values, settings
+from weightnorm.lab.reports.tables import times, unfinished
+
+DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10", "digits": "Digits"}
+UNSURE = "published, from memory"
+PUBLISHED = {
+    "mnist": [
+        (f"diagonal posterior ({UNSURE})", "−84.08"),
+        (f"two steps of flow, 320 units ({UNSURE})", "−82.02"),
+    ],
+    "cifar10": [
+        ("the authors' larger runs, in Theano (published)", "3.28"),
+        ("the authors' larger runs, in TensorFlow (published)", "3.15"),
+    ],
+}
+"""Bounds in nats; on CIFAR-10, bits per dimension."""
+COLUMNS = 8
+"""Of the grids of images."""
+
+
+def section(records: list[RunRecord]) -> Section:
+    """Experiment 2, a part for each data set and preset."""
+    parts = [
+        part(data, runs)
+        for data, group in sorted(grouped(records, _data).items())
+        for runs in comparisons(group, metric="train_negative_elbo")
+    ]
+    return Section(
+        "Convolutional VAE with inverse autoregressive flow",
+        "Standard against weight normalization from the same start (section 5.2 of the paper), "
+        "measured by the bound on log p(x) over the test set, with averaged parameters.",
+        tuple(parts),
+    )
+
+
+def part(data: str, runs: Comparison) -> Section:
+    """Everything about the runs of one data set and preset."""
+    title = f"vae: {DATA.get(data, data)}, {runs.label}"
+    name = slug(f"vae {data} {runs.label}")
+
+    def curves(metric: str, title: str, y: str, scale: float = 1) -> Plot:
+        drawn = best_lines(runs, metric, scale)
+        return Plot(f"{name}-{slug(metric)}", title, reading(drawn), "epoch", y, drawn)
+
+    content: list[Plot | Picture | Table] = [
+        curves("test_negative_elbo", "Bound (the paper's figure 2)", "bound on log p(x), nats", -1),
+        curves("test_bits_per_dim", "Bits per dimension", "bits per dimension"),
+        curves("train_negative_elbo", "Bound in training", "bound on log p(x), nats", -1),
+        bounds(data, runs),
+        divergences(runs),
+        *learning_rates(name, runs),
+        *pictures(name, runs),
+        *unfinished(runs),
+        times(runs),
+        settings(runs.records),
+    ]
+    shown = (item for item in content if not isinstance(item, Plot) or item.lines)
+    intro = f"{len(finished(runs.records))} of {len(runs.records)} runs are finished."
+    return Section(title, intro, tuple(shown))
+
+
+def bounds(data: str, runs: Comparison) -> Table:
+    """What the runs ended with, and how far the seeds lie apart, beside what is published."""
+    results = {
+        "bound, nats": ("test_negative_elbo", -1),
+        "bits/dim": ("test_bits_per_dim", 1),
+        "log p(x), nats": ("importance_negative_log_likelihood", -1),
+        "its bound, nats": ("importance_negative_elbo", -1),
+    }
+    if data != "cifar10":
+        del results["bits/dim"]
+    rows: list[tuple[str, ...]] = []
+    for kind, (rate, records) in runs.best.items():
+        done = finished(records)
+        cells = [stat(sign * final(r, key) for r in done).text() for key, sign in results.values()]
+        epochs = " or ".join(sorted(config_values(records, "epochs")))
+        rows.append((look(kind).name, *cells, str(len(done)), f"{rate:g}", epochs))
+    place = [*results].index("bits/dim" if data == "cifar10" else "bound, nats")
+    for name, value in PUBLISHED.get(data, ()):
+        cells = ["—"] * len(results)
+        cells[place] = value
+        rows.append((name, *cells, "—", "—", "—"))
+    return Table(
+        "Bounds",
+        ("parameterization", *results, "n", "lr", "epochs"),
+        tuple(rows),
+        (
+            "Mean ± standard deviation over n finished runs: the paper found a better bound and "
+            "less variance between seeds with weight normalization.",
+            f"log p(x) is estimated with {_either(runs, 'importance_samples')} importance samples "
+            f"on {_examples(runs)}, and its bound is from the same draws.",
+        ),
+    )
+
+
+def divergences(runs: Comparison) -> Table:
+    """KL of each stochastic layer at the end."""
+    keys = sorted(
+        {key for r in runs.records for row in r.metrics for key in row if _is_layer(key)},
+        key=lambda key: int(key.rpartition("_")[2]),
+    )
+    rows = []
+    for kind, (_, records) in runs.best.items():
+        done = finished(records)
+        cells = (stat(final(r, key) for r in done).text() for key in keys)
+        rows.append((look(kind).name, *cells, str(len(done))))
+    head = ("parameterization", *(f"layer {key.rpartition('_')[2]}" for key in keys), "n")
+    notes = ("Nats on the test set, at the last epoch. Layer 1 is the top, drawn first.",)
+    return Table("KL of each stochastic layer", head, tuple(rows), notes)
+
+
+def learning_rates(name: str, runs: Comparison) -> list[Plot]:
+    """The bound against the learning rate, if more than one was tried."""
+    if not any(len(rates) > 1 for rates in runs.grid.values()):
+        return []
+    drawn = rate_lines(runs, "test_negative_elbo", -1)
+    title, y = "Bound by learning rate", "final bound, nats"
+    return [Plot(f"{name}-rate", title, reading(drawn), "learning rate", y, drawn, log_x=True)]
+
+
+def pictures(name: str, runs: Comparison) -> list[Picture]:
+    """Samples and reconstructions of the first finished run of each parameterization."""
+    drawn = []
+    for kind, (_, records) in runs.best.items():
+        for record in finished(records)[:1]:
+            images = _images(record)
+            whose = f"{look(kind).name}, seed {record.config.get('seed', '?')}"
+            if "samples" in images:
+                caption = "The mean of p(x|z) for z drawn from the prior, with averaged parameters."
+                sheet = grid(images["samples"], COLUMNS)
+                file = slug(f"{name} samples {kind}")
+                drawn.append(Picture(file, f"Samples: {whose}", caption, sheet[None]))
+            if {"originals", "reconstructions"} <= set(images):
+                pairs = _alternating(images["originals"], images["reconstructions"])
+                caption = "Test images, and below each what comes back through z."
+                file = slug(f"{name} reconstructions {kind}")
+                sheet = grid(pairs, COLUMNS)
+                drawn.append(Picture(file, f"Reconstructions: {whose}", caption, sheet[None]))
+    return drawn
+
+
+def _alternating(above: NDArray[np.uint8], below: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A row of one, a row of the other, and so on."""
+    rows = [
+        images[start : start + COLUMNS]
+        for start in range(0, min(len(above), len(below)) // COLUMNS * COLUMNS, COLUMNS)
+        for images in (above, below)
+    ]
+    return np.concatenate(rows)
+
+
+def _images(record: RunRecord) -> dict[str, NDArray[np.uint8]]:
+    """What a run kept, as far as a grid can hold it."""
+    return {
+        key: x.astype(np.uint8)
+        for key, x in kept(record, "pictures").items()
+        if x.dtype == np.uint8 and x.ndim >= 3 and x.shape[3:] in ((), (3,)) and len(x) >= COLUMNS
+    }
+
+
+def _is_layer(key: str) -> bool:
+    start, _, number = key.rpartition("_")
+    return start == "test_kl" and number.isdecimal()
+
+
+def _data(record: RunRecord) -> str:
+    return str(record.config.get("data", "unknown data"))
+
+
+def _either(runs: Comparison, field: str) -> str:
+    return " or ".join(sorted(config_values(runs.records, field)))
+
+
+def _examples(runs: Comparison) -> str:
+    count = _either(runs, "importance_examples")
+    return "the test set" if count == "none" else f"the first {count} test examples"

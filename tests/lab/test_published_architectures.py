@@ -1,0 +1,316 @@
+"""Checkpoints of architectures whose published weights use weight norm.
+
+The models are built, normalized, saved and loaded by their own public classes and by torch; only
+the conversion between is ours. Random weights, no network.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import weightnorm
+from commands import weightnorm as command
+from weightnorm import (
+    convert_state_dict,
+    folded,
+    is_weight_normed,
+    load_state_dict,
+    normalized_weights,
+    remove_weight_norm,
+    weight_norm_model,
+)
+from weightnorm.checkpoint import FORMATS, CheckpointError
+from weightnorm.lab import cli
+
+pytestmark = [
+    pytest.mark.xdist_group("transformers"),  # slow to import: once is enough
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    kind: type[transformers.PreTrainedModel]
+    config: transformers.PreTrainedConfig
+    inputs: Callable[[], Tensor]
+    answer: Callable[..., Tensor]
+    expects: str = "parametrize"
+    """The format that ``from_pretrained`` expects: how the class builds itself."""
+    dim: int = 0
+    """The axis that its authors keep."""
+
+
+WAVE = {"upsample_rates": (2, 2), "upsample_kernel_sizes": (4, 4), "upsample_initial_channel": 16}
+BLOCKS = {"resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1, 3),)}
+ARCHITECTURES = {
+    "wav2vec2": Architecture(
+        transformers.Wav2Vec2Model,
+        transformers.Wav2Vec2Config(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            conv_dim=(8, 8),
+            conv_stride=(5, 2),
+            conv_kernel=(10, 3),
+            num_conv_pos_embeddings=8,
+            num_conv_pos_embedding_groups=4,
+        ),
+        lambda: torch.randn(2, 400),
+        lambda model, x: model(x).last_hidden_state,
+        dim=2,
+    ),
+    "encodec": Architecture(
+        transformers.EncodecModel,
+        transformers.EncodecConfig(
+            hidden_size=8, num_filters=4, upsampling_ratios=(2, 2), codebook_size=16
+        ),
+        lambda: torch.randn(2, 1, 64),
+        lambda model, x: model(x, bandwidth=24.0).audio_values,
+    ),
+    "dac": Architecture(
+        transformers.DacModel,
+        transformers.DacConfig(
+            encoder_hidden_size=4,
+            downsampling_ratios=(2, 2),
+            decoder_hidden_size=16,
+            n_codebooks=2,
+            codebook_size=16,
+            codebook_dim=4,
+        ),
+        lambda: torch.randn(2, 1, 64),
+        lambda model, x: model(x).audio_values,
+        expects="folded",
+    ),
+    "hifi-gan": Architecture(
+        transformers.SpeechT5HifiGan,
+        transformers.SpeechT5HifiGanConfig(model_in_dim=8, **WAVE, **BLOCKS),
+        lambda: torch.randn(2, 9, 8),
+        lambda model, x: model(x),
+        expects="folded",
+    ),
+    "vits": Architecture(
+        transformers.VitsModel,
+        transformers.VitsConfig(
+            hidden_size=8,
+            num_hidden_layers=1,
+            ffn_dim=8,
+            flow_size=8,
+            spectrogram_bins=9,
+            num_speakers=2,
+            speaker_embedding_size=4,
+            prior_encoder_num_flows=1,
+            prior_encoder_num_wavenet_layers=2,
+            posterior_encoder_num_wavenet_layers=2,
+            duration_predictor_num_flows=1,
+            duration_predictor_filter_channels=8,
+            **WAVE,
+            **BLOCKS,
+        ),
+        lambda: torch.randint(0, 38, (2, 7)),
+        lambda model, x: model(x, speaker_id=1).waveform,
+    ),
+}
+FLAVOURS = {
+    "parametrize": parametrizations.weight_norm,
+    "hook": nn.utils.weight_norm,
+    "folded": lambda layer, *_, **__: layer,
+    "ours": weightnorm.weight_norm,
+}
+every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+
+
+def built(name: str, flavour: str) -> transformers.PreTrainedModel:
+    """The model as its class builds it, with this flavour where the class says weight norm.
+
+    Away from g = ‖v‖, as training leaves it; in float64, so that no code of a codebook flips.
+    """
+    with mock.patch.object(parametrizations, "weight_norm", FLAVOURS[flavour]):
+        model = ARCHITECTURES[name].kind(ARCHITECTURES[name].config)
+        if hasattr(model, "apply_weight_norm"):
+            model.apply_weight_norm()
+    model.double().eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(0.1 * torch.randn_like(tensor))
+    return model
+
+
+def heard(name: str, model: nn.Module) -> Tensor:
+    """What the model makes of a fixed input, with fixed noise."""
+    torch.manual_seed(1)
+    x = ARCHITECTURES[name].inputs()
+    with torch.no_grad():
+        return ARCHITECTURES[name].answer(model, x.double() if x.is_floating_point() else x)
+
+
+@cache
+def names_of(name: str) -> tuple[str, ...]:
+    return tuple(normalized_weights(built(name, "parametrize")))
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return set(a) == set(b) and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize(("saved", "into"), [*product(FLAVOURS, FLAVOURS)])
+@every_architecture
+def test_any_checkpoint_loads_into_any_flavour(name, saved, into):
+    source, target = built(name, saved), built(name, into)
+    expected = heard(name, source)
+    assert not torch.equal(heard(name, target), expected)
+    load_state_dict(target, source.state_dict())
+    torch.testing.assert_close(heard(name, target), expected)
+
+
+@pytest.mark.parametrize(("start", "to"), [*product(FORMATS, FORMATS)])
+@every_architecture
+def test_a_converted_state_dict_fits_key_by_key(name, start, to):
+    source, target = built(name, start), built(name, to)
+    state, how = source.state_dict(), {"weights": names_of(name), "dim": ARCHITECTURES[name].dim}
+    there = convert_state_dict(state, to, **how)
+    target.load_state_dict(there, strict=True)
+    torch.testing.assert_close(heard(name, target), heard(name, source))
+    if start == "folded" or to != "folded":
+        assert same(convert_state_dict(there, start, **how), state)
+
+
+FILES = {
+    "pickle": "pytorch_model.bin",
+    "whole": "model.safetensors",
+    "sharded": "model.safetensors.index.json",
+}
+
+
+def saved_as(kind: str, model: transformers.PreTrainedModel, folder: Path) -> Path:
+    """A checkpoint as transformers, or torch, writes it."""
+    model.save_pretrained(folder, max_shard_size="2KB" if kind == "sharded" else "1GB")
+    if kind == "pickle":
+        (folder / FILES["whole"]).unlink()
+        torch.save(model.state_dict(), folder / FILES["pickle"])
+    return folder / FILES[kind]
+
+
+def words(name: str, source: Path, target: Path, to: str, start: str) -> list[str]:
+    choice = ["--weights", *names_of(name), "--dim", str(ARCHITECTURES[name].dim)]
+    return ["convert", str(source), str(target), "--to", to, *(choice if start == "folded" else [])]
+
+
+def loaded(name: str, folder: Path) -> transformers.PreTrainedModel:
+    """By the class's own loader, which must miss nothing and have nothing left over."""
+    model, report = ARCHITECTURES[name].kind.from_pretrained(
+        folder, output_loading_info=True, local_files_only=True
+    )
+    assert not any(report.values()), report
+    return model.eval()
+
+
+@pytest.mark.parametrize(("kind", "start"), [*product(FILES, FORMATS)])
+@every_architecture
+def test_converted_files_load_by_from_pretrained(tmp_path, name, kind, start):
+    expects, source = ARCHITECTURES[name].expects, built(name, start)
+    file = saved_as(kind, source, tmp_path / "in")
+    source.config.save_pretrained(tmp_path / "out")
+    assert cli.main(words(name, file, tmp_path / "out" / FILES[kind], expects, start)) == 0
+    torch.testing.assert_close(heard(name, loaded(name, tmp_path / "out")), heard(name, source))
+
+
+def test_without_conversion_from_pretrained_goes_on_with_random_weights(tmp_path):
+    source = built("wav2vec2", "folded")
+    saved_as("whole", source, tmp_path)
+    model, report = transformers.Wav2Vec2Model.from_pretrained(tmp_path, output_loading_info=True)
+    assert report["missing_keys"]
+    assert not torch.allclose(heard("wav2vec2", model.eval()), heard("wav2vec2", source))
+
+
+REAL_COMMANDS = [
+    ("wav2vec2", "whole", "folded", "hook"),
+    ("encodec", "sharded", "hook", "parametrize"),
+    ("hifi-gan", "pickle", "parametrize", "folded"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "start", "to"), REAL_COMMANDS)
+def test_the_real_commands(tmp_path, name, kind, start, to):
+    source = built(name, start)
+    file, out = saved_as(kind, source, tmp_path / "in"), tmp_path / "out" / FILES[kind]
+    code, said, complaint = command(*words(name, file, out, to, start))
+    assert code == 0, complaint
+    assert f"{len(names_of(name))} normalized weights, written as {to}" in said
+    code, table, complaint = command("inspect", out if to != "folded" else file)
+    assert code == 0, complaint
+    rows = {cells[0]: cells for line in table.splitlines() if (cells := line.split("│")[1:])}
+    for weight, (v, g) in normalized_weights(built(name, "parametrize")).items():
+        (row,) = (cells for first, cells in rows.items() if first.strip() == weight)
+        shape, dim, units = (cell.strip() for cell in row[2:5])
+        assert shape == "×".join(map(str, v.shape))
+        assert (dim, units) == (str(ARCHITECTURES[name].dim), str(g.numel()))
+
+
+@pytest.mark.parametrize("flavour", ["parametrize", "hook"])
+@every_architecture
+def test_removal_leaves_what_torchs_own_removal_leaves(name, flavour):
+    torch.manual_seed(0)
+    model = built(name, flavour)
+    expected = heard(name, model)
+    torch.manual_seed(0)
+    theirs = built(name, flavour)
+    for layer in filter(is_weight_normed, [*theirs.modules()]):
+        if flavour == "hook":
+            nn.utils.remove_weight_norm(layer)
+        else:
+            parametrize.remove_parametrizations(layer, "weight")
+    with folded(model):
+        torch.testing.assert_close(heard(name, model), expected)
+        assert set(model.state_dict()) == set(theirs.state_dict())
+    assert tuple(remove_weight_norm(model)) == names_of(name)
+    torch.testing.assert_close(dict(model.state_dict()), dict(theirs.state_dict()))
+    torch.testing.assert_close(heard(name, model), expected)
+
+
+@pytest.mark.parametrize("name", ["dac", "hifi-gan"])
+def test_their_own_removal_knows_the_older_flavour_alone(name):
+    torch.manual_seed(0)
+    ours = built(name, "hook")
+    torch.manual_seed(0)
+    theirs = built(name, "hook")
+    theirs.remove_weight_norm()
+    remove_weight_norm(ours)
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()))
+    with pytest.raises(ValueError, match="weight_norm of 'weight' not found"):
+        built(name, "parametrize").remove_weight_norm()
+
+
+@every_architecture
+def test_the_whole_plain_model_can_be_normalized(name):
+    model = built(name, "folded")
+    expected = heard(name, model)
+    assert set(weight_norm_model(model)) >= set(names_of(name))
+    torch.testing.assert_close(heard(name, model), expected)
+
+
+def test_the_page_lists_them():
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    rows = re.findall(r"\| `(\w+)` \| (\d) \| `(\w+)` \|", page)
+    assert rows == [(a.kind.__name__, str(a.dim), a.expects) for a in ARCHITECTURES.values()]
+
+
+def test_what_does_not_fit_is_named_as_the_model_names_it():
+    state = built("vits", "hook").state_dict()
+    missing = "flow.flows.0.wavenet.cond_layer.weight"
+    del state[f"{missing}_g"], state[f"{missing}_v"]
+    relative = "text_encoder.encoder.layers.0.attention.emb_rel_v"  # no part of a weight norm
+    del state[relative]
+    with pytest.raises(CheckpointError, match=rf"VitsModel\n  missing: {missing}, {relative}$"):
+        load_state_dict(built("vits", "parametrize"), state)

@@ -1,0 +1,333 @@
+"""Data-parallel, sharded, accumulated, recomputed: ranks together follow one process."""
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ranks import on_ranks
+from weightnorm import (
+    WeightNormOptimizer,
+    convert_state_dict,
+    data_dependent_init,
+    diagnostics,
+    folded,
+    init_,
+    mean_only_batch_norm,
+    normalized_weights,
+    remove_weight_norm,
+    weight_norm,
+    weight_norm_model,
+)
+
+DOCS = Path(__file__).parents[1] / "docs" / "scaling.md"
+STEPS, BATCH = 4, 8
+FORMS = ("module", "optimizer")
+WAYS = [f"{wrap}{how}" for wrap in ("ddp", "fsdp") for how in ("", "-accumulated", "-recomputed")]
+
+
+class Block(nn.Module):
+    """A layer and its nonlinearity, perhaps recomputed in the backward pass."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.recompute = layer, False
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+
+    def body(self, x):
+        out = self.layer(x)
+        return torch.tanh(out[0] if isinstance(out, tuple) else out)
+
+
+def network(group=None):
+    """Units along either axis, in groups and gates; weights of fewer rows than there are ranks."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv1d(3, 5, 3),
+        nn.ConvTranspose1d(5, 6, 3),
+        nn.ConvTranspose1d(6, 3, 1),
+        mean_only_batch_norm(nn.Conv1d(3, 6, 3), group=group),
+        nn.ConvTranspose1d(6, 4, 3, groups=2),
+        nn.LSTM(8, 3, batch_first=True),
+        nn.Flatten(),
+        nn.Linear(12, 1),
+        nn.Linear(1, 3),
+    ]
+    return nn.Sequential(*map(Block, layers)).double()
+
+
+def sharded(model):
+    """Every block by itself, and of some the layer too, as it is: an LSTM, and plain ones."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        if isinstance(block.layer, (nn.LSTM, nn.Linear)):
+            fully_shard(block.layer, mesh=mesh)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def from_meta(model):
+    """Sharded before it has memory, then filled with the layers' own initialization."""
+    sharded(model.to("meta")).to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.constant_(p, float("nan"))
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert all(full(p).isfinite().all() for p in model.parameters())
+    return model
+
+
+def build(form, wrap=lambda model: model):
+    """(the model as it is wrapped, its optimizer)"""
+    model = network(dist.group.WORLD if dist.is_initialized() else None)
+    if form == "module":
+        weight_norm_model(model)
+    model = wrap(model)
+    if form == "module":
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, WeightNormOptimizer(model, torch.optim.Adam, lr=0.01)
+
+
+def examples(step):
+    generator = torch.Generator().manual_seed(step)
+    draw = lambda *shape: torch.randn(shape, dtype=torch.float64, generator=generator)  # noqa: E731
+    return draw(BATCH, 3, 8), draw(BATCH, 3)
+
+
+def shares(rows, world):
+    """How many examples each rank has: not the same number, and some have none."""
+    return {1: [rows], 2: [rows - 3, 3], 4: [rows - 4, 3, 1, 0]}[world]
+
+
+def train(model, optimizer, rank=0, world=1, pieces=1, steps=range(STEPS)):
+    """Steps on the mean loss of the global batch, of which this rank has its share."""
+    for step in steps:
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(zip(*(e.chunk(pieces) for e in examples(step)), strict=True)):
+            last = i == pieces - 1
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(last)
+            with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
+                x, y = (t.split(shares(len(t), world))[rank] for t in (x, y))
+                loss = F.mse_loss(model(x), y, reduction="sum") / BATCH
+                (loss * world).backward()  # the ranks' gradients are averaged
+        optimizer.step()
+
+
+def full(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def outcome(form, model, optimizer):
+    """Every parameter and buffer, and v and g whoever holds them."""
+    held = optimizer.parts() if form == "optimizer" else normalized_weights(model)
+    plain = lambda name: name.removeprefix("module.")  # noqa: E731
+    return {
+        "state": {plain(name): full(p) for name, p in model.state_dict().items()},
+        "parts": {plain(name): tuple(map(full, both)) for name, both in held.items()},
+    }
+
+
+def trajectories(rank, world):
+    results = {}
+    for form in FORMS:
+        for way in WAYS:
+            wrap = sharded if way.startswith("fsdp") else DistributedDataParallel
+            model, optimizer = build(form, wrap)
+            for block in getattr(model, "module", model):
+                block.recompute = way.endswith("recomputed")
+            train(model, optimizer, rank, world, 2 if way.endswith("accumulated") else 1)
+            results[f"{form} {way}"] = outcome(form, model, optimizer)
+    return results
+
+
+def resumed(rank, world, folder):
+    """Two ranks train half of the steps; they, and later four, go on in a model made anew."""
+    results, whole = {}, StateDictOptions(full_state_dict=True)
+    for form in FORMS:
+        other = build(form, from_meta)
+        if world == 2:
+            trained = build(form, sharded)
+            train(*trained, rank, world, steps=range(STEPS // 2))
+            dcp.save(dict(enumerate(get_state_dict(*trained))), checkpoint_id=f"{folder}/{form}")
+            load(other, get_state_dict(*trained, options=whole), whole)
+        else:
+            shards = dict(enumerate(get_state_dict(*other)))
+            dcp.load(shards, checkpoint_id=f"{folder}/{form}")
+            load(other, shards.values())
+        train(*other, rank, world, steps=range(STEPS // 2, STEPS))
+        results[f"{form} resumed"] = outcome(form, *other)
+    return results
+
+
+def load(pair, states, options=None):
+    model, optimizer = states
+    set_state_dict(*pair, model_state_dict=model, optim_state_dict=optimizer, options=options)
+
+
+def seen_from_outside(world):
+    """Pairs (got, expected) of what a sharded model tells between passes."""
+    model, twin = network(dist.group.WORLD), network()
+    causal = torch.ones(5, 3, 3, dtype=torch.float64).tril()
+    for each in (model, twin):
+        weight_norm(each[0].layer, mask=causal)
+        weight_norm_model(each)
+    before = diagnostics.unit_weights(sharded(model)), diagnostics.unit_weights(twin)
+    init_(model[1].layer, nn.init.ones_)
+    init_(twin[1].layer, nn.init.ones_)
+    layers = [(a.layer, b.layer) for a, b in zip(model, twin, strict=True)]
+    layers = [(a, b) for a, b in layers if hasattr(b, "weight")]
+    pairs = {f"weight {i}": (a.weight, b.weight) for i, (a, b) in enumerate(layers)}
+    for probe in (diagnostics.weight_norms, diagnostics.effective_step):
+        mine, theirs = probe(model), probe(twin)
+        pairs.update({f"{probe.__name__} {name}": (mine[name], theirs[name]) for name in theirs})
+    mine, theirs = map(diagnostics.direction_angle, (model, twin), before)
+    pairs.update({f"angle {name}": (mine[name], theirs[name]) for name in theirs})
+    assert mine["1.layer.weight"].min() > 0.1
+    state = convert_state_dict(twin.state_dict(), to="folded")
+    mine = convert_state_dict({k: full(v) for k, v in model.state_dict().items()}, to="folded")
+    pairs.update({f"folded {name}": (mine[name], value) for name, value in state.items()})
+    return {name: tuple(map(full, pair)) for name, pair in pairs.items()}
+
+
+def tensor_parallel(world):
+    """Optimizer form on weights that are split by rows, by columns, or not at all."""
+    mesh, pairs = init_device_mesh("cpu", (world,)), {}
+    for placement in (Shard(0), Shard(1), Replicate()):
+        plain, spread = (nn.Linear(6, 5, bias=False).double() for _ in range(2))
+        nn.init.normal_(plain.weight, generator=torch.Generator().manual_seed(0))
+        spread.weight = nn.Parameter(distribute_tensor(plain.weight.detach(), mesh, [placement]))
+        for layer in (plain, spread):
+            optimizer = WeightNormOptimizer(layer, torch.optim.SGD, lr=0.1, momentum=0.9)
+            for _ in range(3):
+                optimizer.zero_grad()
+                layer.weight.pow(3).sum().backward()
+                optimizer.step()
+        pairs[f"tensor parallel {placement}"] = (full(spread.weight), full(plain.weight))
+    return pairs
+
+
+def refusals():
+    """What is said to those who come too late."""
+    plain, normed = network(), network()
+    weight_norm_model(normed)
+    sharded(plain), sharded(normed)
+    alone = fully_shard(weight_norm(nn.Linear(2, 2)))
+    inside = mean_only_batch_norm(nn.Linear(2, 2))
+    fully_shard(inside.layer)
+    acts = {
+        "weight_norm": lambda: weight_norm(plain[0].layer),
+        "weight_norm_model": lambda: weight_norm_model(plain),
+        "remove": lambda: remove_weight_norm(normed),
+        "fold": lambda: folded(alone).__enter__(),
+        "initialize": lambda: data_dependent_init(normed, examples(0)[0]),
+        "initialize plain": lambda: data_dependent_init(plain, examples(0)[0]),
+        "shard within": lambda: inside(torch.randn(4, 2)),
+    }
+    said = {}
+    for name, act in acts.items():
+        with pytest.raises(ValueError) as error:
+            act()
+        said[name] = str(error.value)
+    return said
+
+
+def documented():
+    """The lines of the document, as they stand there, then a step."""
+    torch.manual_seed(0)
+    scope = {}
+    for block in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL):
+        exec(compile(block, DOCS.name, "exec"), scope)
+    scope["plain"](scope["batch"]).square().mean().backward()
+    scope["optimizer"].step()
+    return {name: full(both.v) for name, both in scope["optimizer"].parts().items()}
+
+
+def everything(rank, world, folder):
+    results = {**trajectories(rank, world), **resumed(rank, world, folder)}
+    pairs = {**seen_from_outside(world), **tensor_parallel(world)}
+    return {**results, "pairs": pairs, "refusals": refusals(), "documented": documented()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def on_two(folder):
+    return on_ranks(2, everything, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def on_four(folder, on_two):
+    return on_ranks(4, everything, 4, folder)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    results = {}
+    for form in FORMS:
+        for pieces in (1, 2):
+            model, optimizer = build(form)
+            train(model, optimizer, pieces=pieces)
+            results[form, pieces] = outcome(form, model, optimizer)
+    return results
+
+
+@pytest.mark.parametrize("world", ["on_two", "on_four"])
+@pytest.mark.parametrize("way", [*WAYS, "resumed"])
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_follow_one_process(request, alone, form, way, world):
+    expected = alone[form, 2 if way.endswith("accumulated") else 1]
+    for rank in request.getfixturevalue(world):
+        torch.testing.assert_close(rank[f"{form} {way}"], expected, atol=1e-9, rtol=1e-9)
+
+
+def test_both_forms_follow_one_trajectory(alone):
+    torch.testing.assert_close(alone["module", 1]["parts"], alone["optimizer", 1]["parts"])
+
+
+@pytest.mark.parametrize("world", ["on_two", "on_four"])
+def test_sharded_weights_tell_what_whole_ones_do(request, world):
+    for rank in request.getfixturevalue(world):
+        assert len(rank["pairs"]) > 20
+        for name, (got, expected) in rank["pairs"].items():
+            torch.testing.assert_close(got, expected, msg=lambda said, n=name: f"{n}: {said}")
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        ("weight_norm", "Conv1d.weight is sharded over ranks already: normalize first, then"),
+        ("weight_norm_model", "normalize first, then fully_shard; or .* WeightNormOptimizer"),
+        ("remove", "FSDPSequential is sharded over ranks: .* gather them with get_model_state"),
+        ("fold", "FSDPParametrizedLinear is sharded over ranks: .* convert_state_dict"),
+        ("initialize", "is sharded over ranks: initialize it on data first, then fully_shard"),
+        ("initialize plain", "initialize it on data first, then fully_shard"),
+        ("shard within", "give fully_shard the module around this layer, not the layer alone"),
+    ],
+)
+def test_what_must_come_before_sharding_says_so(on_two, act, says):
+    assert all(re.search(says, rank["refusals"][act]) for rank in on_two)
+
+
+def test_the_documented_lines_run(on_two):
+    for rank in on_two:
+        assert list(rank["documented"]) == ["0.weight", "2.weight"]
+        torch.testing.assert_close(rank["documented"], on_two[0]["documented"])

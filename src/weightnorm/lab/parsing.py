@@ -66,13 +66,11 @@ def parse_known(kind: type[T], words: list[str], verb: str, about: Any) -> tuple
 
 
 def with_flags(kind: type[T], names: Iterable[str], about: str) -> type[T]:
-    """The options, and a flag of words for each name; the type itself if there are none."""
-    help_ = tyro.conf.arg(help=about)
-    more = [
-        (name, Annotated[tuple[str, ...], help_], dataclasses.field(default=())) for name in names
-    ]
-    same = {"namespace": {"__doc__": kind.__doc__}, "frozen": True}
-    return make_dataclass(kind.__name__, more, bases=(kind,), **same) if more else kind
+    """The options, and for each name a flag that takes words."""
+    words = Annotated[tuple[str, ...], tyro.conf.arg(help=about)]
+    more = [(name, words, dataclasses.field(default=())) for name in names]
+    doc = {"__doc__": kind.__doc__}
+    return make_dataclass(kind.__name__, more, bases=(kind,), namespace=doc, frozen=True)
 
 
 def refuse_singular(words: list[str], kind: Any) -> None:

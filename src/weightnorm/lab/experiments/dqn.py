@@ -215,10 +215,9 @@ class Agent:
         self.optimizer = torch.optim.Adamax(
             self.model.parameters(), lr=config.learning_rate, betas=(0.5, 0.999)
         )
-        compiled: Callable[[Any], Any] = (
-            torch.compile if config.compile else lambda network: network
-        )
-        self.networks = compiled(self.model), compiled(self.target)
+        self.networks: tuple[Any, Any] = self.model, self.target
+        if config.compile:
+            self.networks = torch.compile(self.model), torch.compile(self.target)
 
     def begin(self, states: Tensor) -> None:
         """Initialize on data; the copies follow."""

@@ -328,9 +328,10 @@ class Run:
         state = self.folder / "failed.pt"
         self.save(state)
         sums = ", ".join(f"{name} {float(value):g}" for name, value in self.totals.items())
+        weights = longest(self.stateful.get("model"))
         raise RunError(
             f"not finite at epoch {self.epoch + 1}, step {self.step}: {sums}.\n"
-            f"The longest weights, each the norm of its longest unit: {longest(self.stateful.get('model'))}.\n"
+            f"The longest weights, each the norm of its longest unit: {weights}.\n"
             f"The state is in {state}; the checkpoint from before it is kept. "
             "A smaller --learning-rate is the usual way out"
         )

@@ -13,7 +13,7 @@ from weightnorm.lab.data.atari import Step
 from weightnorm.lab.data.replay import Batch, Replay
 from weightnorm.lab.experiments import dqn, players
 from weightnorm.lab.experiments.config import ConfigError, folder
-from weightnorm.lab.experiments.dqn import Agent, epsilon, refresh, td_targets
+from weightnorm.lab.experiments.dqn import Agent, epsilon, td_targets
 from weightnorm.lab.experiments.players import Player, choose
 
 SIDE = 36
@@ -152,7 +152,7 @@ def test_the_plain_copies_compute_what_the_network_does_in_evaluation(config, tm
     agent.model.train()
     torch.testing.assert_close(agent.actor(states), expected)  # kept up to date by learning
     assert not torch.allclose(agent.target(states), expected)  # and this one is not
-    refresh(agent.target, agent.model)
+    agent.sync()
     torch.testing.assert_close(agent.target(states), expected)
     for copy in (agent.actor, agent.target):
         assert not any(is_weight_normed(module) for module in copy.modules())
@@ -195,9 +195,9 @@ def test_the_steps_at_which_things_happen(config, monkeypatch):
             learned.append(now())
             return super().learn(batch)
 
-    def watched_refresh(copy, model):
-        refresh(copy, model)
-        synced.append((now(), id(copy)))
+        def sync(self):
+            synced.append(now())
+            super().sync()
 
     def watched_choose(actor, state, chance, actions):
         chances.append(chance)
@@ -205,7 +205,6 @@ def test_the_steps_at_which_things_happen(config, monkeypatch):
 
     monkeypatch.setattr(dqn, "Replay", Watched)
     monkeypatch.setattr(dqn, "Agent", WatchedAgent)
-    monkeypatch.setattr(dqn, "refresh", watched_refresh)
     monkeypatch.setattr(dqn, "choose", watched_choose)
     dqn.run(
         replace(config, epochs=1, train_steps=40, replay_start=15, sync_every=10, epsilon_steps=10),
@@ -213,8 +212,7 @@ def test_the_steps_at_which_things_happen(config, monkeypatch):
     )
     assert begun == [(15, 64)]
     assert learned == list(range(16, 41, 2))
-    actor = synced[0][1]
-    assert [step for step, copy in synced if copy != actor] == [15, 20, 30, 40]
+    assert synced == [15, 20, 30, 40]
     assert chances[:16] == [1.0] * 16
     assert chances[16:26] == pytest.approx([0.91 - 0.09 * i for i in range(10)])
     assert chances[26:] == pytest.approx([0.1] * 14)

@@ -169,14 +169,16 @@ def run(
         states = {"model": agent.model, "target": agent.target, "optimizer": agent.optimizer}
         states |= {"replay": replay, "player": player, "tester": tester, "beginning": beginning}
         if run.restore(**states):
-            refresh(agent.actor, agent.model)
+            agent.refresh()
         else:
             replay.see(player.start())
 
         for _ in run.epochs(config.epochs):
             for step in run.steps(config.train_steps + config.test_steps, replay.margin // 2):
                 if step < config.train_steps:
-                    train_step(agent, player, replay, beginning, run)
+                    loss = train_step(agent, player, replay, beginning)
+                    if loss is not None:
+                        run.add(loss=loss, count=config.batch_size)
                     continue
                 if step == config.train_steps:
                     tester.begin()
@@ -208,7 +210,7 @@ class Agent:
     """
 
     def __init__(self, config: Config, game: Game, device: torch.device) -> None:
-        self.config = config
+        self.config, self.device = config, device
         wrap = partial(parameterize, how=config.parameterization)
         self.model = QNetwork(wrap, game.actions, shape=game.shape, width=config.width).to(device)
         self.actor, self.target = plain_copy(self.model), plain_copy(self.model)
@@ -221,19 +223,26 @@ class Agent:
 
     def begin(self, states: Tensor) -> None:
         """Initialize on data; the copies follow."""
-        data_dependent_init(self.model, states)
-        refresh(self.actor, self.model)
-        refresh(self.target, self.model)
+        data_dependent_init(self.model, states.to(self.device))
+        self.refresh()
+        self.sync()
+
+    def refresh(self) -> None:
+        """The actor follows."""
+        copy_plain(self.model, self.actor)
+
+    def sync(self) -> None:
+        """The target follows."""
+        copy_plain(self.model, self.target)
 
     def values(self, states: Tensor) -> Tensor:
         """max Q(s, ·) of each state."""
-        device = next(self.actor.parameters()).device
-        values: Tensor = self.actor(states.to(device)).amax(1)
+        values: Tensor = self.actor(states.to(self.device)).amax(1)
         return values
 
     def learn(self, batch: Batch) -> Tensor:
         """One update; the loss, summed over the batch."""
-        model, target = self.networks
+        batch, (model, target) = batch.to(self.device), self.networks
         with torch.no_grad():
             next_q = target(batch.next_states)
         aims = td_targets(batch.rewards, batch.terminal, next_q, self.config.discount)
@@ -242,31 +251,30 @@ class Agent:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        refresh(self.actor, self.model)
+        self.refresh()
         return loss.detach()
 
 
-def train_step(
-    agent: Agent, player: Player, replay: Replay, beginning: Beginning, run: Run
-) -> None:
-    """Act, remember what came of it, and learn if it is time to."""
-    config: Config = agent.config
+def train_step(agent: Agent, player: Player, replay: Replay, beginning: Beginning) -> Tensor | None:
+    """Act, remember what came of it, and learn if it is time to; the loss if so."""
+    config, loss = agent.config, None
     chance = epsilon(config, replay.steps)
     action = choose(agent.actor, replay.state, chance, player.game.actions)
     step = player.step(action)
     replay.record(action, min(max(step.reward, -1), 1), step.over or step.life_lost)
     replay.see(step.frame)
-    learning = replay.steps - config.replay_start
-    if learning == 0:
+    if replay.steps < config.replay_start:
+        return None
+    if replay.steps == config.replay_start:
         beginning.states = replay.draw(config.init_states).states.clone()
         beginning.score = player.score
         player.count_anew()
-        agent.begin(beginning.states.to(run.device))
-    elif learning > 0 and replay.steps % config.update_every == 0:
-        loss = agent.learn(replay.draw(config.batch_size).to(run.device))
-        run.add(loss=loss, count=config.batch_size)
-    if learning > 0 and replay.steps % config.sync_every == 0:
-        refresh(agent.target, agent.model)
+        agent.begin(beginning.states)
+    elif replay.steps % config.update_every == 0:
+        loss = agent.learn(replay.draw(config.batch_size))
+    if replay.steps % config.sync_every == 0:
+        agent.sync()
+    return loss
 
 
 def td_targets(rewards: Tensor, terminal: Tensor, next_q: Tensor, discount: float) -> Tensor:
@@ -291,8 +299,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
     return copy.eval().requires_grad_(False)
 
 
-def refresh(copy: nn.Module, model: nn.Module) -> None:
-    """Bring a plain copy up to date, buffers included."""
+def copy_plain(model: nn.Module, copy: nn.Module) -> None:
+    """Bring a plain copy of the model up to date, buffers included."""
     with folded(model):
         copy.load_state_dict(model.state_dict())
 

@@ -99,6 +99,7 @@ class Beginning:
         self.score, self.states = state["score"], state["states"]
 
 
+@torch.no_grad()
 def choose(actor: nn.Module, state: Callable[[], Tensor], epsilon: float, actions: int) -> int:
     """The action of the highest value or, with probability ε, any."""
     if torch.rand(()).item() < epsilon:

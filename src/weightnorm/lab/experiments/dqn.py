@@ -117,7 +117,7 @@ PAPER = Config(preset="paper")
 CPU = replace(
     PAPER,
     preset="cpu",
-    epochs=10,
+    epochs=16,
     train_steps=12_500,
     test_steps=10_000,
     replay_size=100_000,
@@ -144,8 +144,8 @@ PRESETS = {
     ),
 }
 SIZES = {
-    "paper": ("50 million steps", "replay of 1 million, 7.5 GB", "a GPU, a week"),
-    "cpu": ("125 thousand steps", "replay of 100 thousand", "two cores, an hour"),
+    "paper": ("50 million steps", "replay of 1 million, 7.4 GB", "a GPU, a week"),
+    "cpu": ("200 thousand steps", "replay of 100 thousand", "two cores, an hour"),
     "demo": ("3 thousand steps", "half the width", "a minute, too short to learn"),
 }
 PAPERS_CHOICE = dict.fromkeys(COMPARED, 0.0003) | {Parameterization.STANDARD: 0.0001}

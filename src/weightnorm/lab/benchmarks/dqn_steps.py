@@ -3,7 +3,8 @@
 Agents of one size take turns at the same game with the paper's settings: four steps, then an update
 on 64 transitions. The lab's own, standard and weight-normalized; the same with torch's
 parametrization, which computes every weight anew for each action and each target; and, where it is
-installed (the extra `bench`), the DQN of Stable-Baselines3 on the same environment.
+installed (the extra `bench`), the DQN of Stable-Baselines3: as it comes, with its own environment,
+and with ours, which leaves the agents alone to be compared.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from weightnorm.lab.experiments.players import Beginning, Player
 
 Turn = Callable[[], None]
 STANDARD, WEIGHT_NORM = "standard", "weight norm"
-TORCHS, PEER = "weight norm, torch's", "Stable-Baselines3"
+TORCHS = "weight norm, torch's"
+PEER, PEER_ON_OURS = "Stable-Baselines3", "Stable-Baselines3, our environment"
 
 
 class TorchsAgent(Agent):
@@ -73,12 +75,23 @@ def learner(config: Config, kind: type[Agent], folder: Path, steps: int) -> Turn
     return lambda: play(steps)
 
 
-def peer(config: Config, steps: int) -> Turn:
-    """Stable-Baselines3 with the same network, optimizer, batch and number of updates."""
-    sb3 = import_module("stable_baselines3")
+def peers(config: Config, steps: int) -> dict[str, Turn]:
+    """Stable-Baselines3 with its own environment and with ours, as far as it is installed."""
+    if not find_spec("stable_baselines3"):
+        return {}
     vectors = import_module("stable_baselines3.common.vec_env")
-    environment = vectors.VecFrameStack(vectors.DummyVecEnv([lambda: gym_of(config.game)]), 4)
-    model = sb3.DQN(
+    ours = vectors.DummyVecEnv([lambda: gym_of(config.game)])
+    found = {PEER_ON_OURS: peer(config, steps, vectors.VecFrameStack(ours, 4))}
+    if find_spec("cv2"):
+        name = config.game.title().replace("-", "") + "NoFrameskip-v4"
+        theirs = import_module("stable_baselines3.common.env_util").make_atari_env(name)
+        found[PEER] = peer(config, steps, vectors.VecFrameStack(theirs, 4))
+    return found
+
+
+def peer(config: Config, steps: int, environment: Any) -> Turn:
+    """Stable-Baselines3 with the same network, optimizer, batch and number of updates."""
+    model = import_module("stable_baselines3").DQN(
         "CnnPolicy",
         environment,
         learning_rate=config.learning_rate,
@@ -148,8 +161,7 @@ def main(words: list[str] | None = None) -> dict[str, float]:
             WEIGHT_NORM: learner(config, Agent, places[WEIGHT_NORM], given.steps),
             TORCHS: learner(config, TorchsAgent, places[TORCHS], given.steps),
         }
-        if find_spec("stable_baselines3"):
-            turns[PEER] = peer(config, given.steps)
+        turns |= peers(config, given.steps)
         seconds = interleaved(turns, given.rounds)
     speeds = {name: given.steps / value for name, value in seconds.items()}
     base = speeds.get(PEER, speeds[STANDARD])

@@ -117,12 +117,14 @@ class Replay:
     def _stacks(self, times: Tensor, room: Tensor) -> Tensor:
         """Fill `room` (n, length, height, width) with the frames from history − 1 before each time
         on; those from before its life are black."""
-        past = self.history - 1
-        slots = (times[:, None] + torch.arange(-past, room.shape[1] - past)) % self.slots
-        torch.index_select(self.frames, 0, slots.flatten(), out=room.flatten(0, 1))
+        past, length = self.history - 1, room.shape[1]
+        slots = (times[:, None] + torch.arange(-past, length - past)) % self.slots
+        frames, rows = self.frames.flatten(1), room.view(slots.numel(), -1)
+        torch.index_select(frames, 0, slots.flatten(), out=rows)
         ends = self.terminal[slots[:, :past]]
-        earlier = ends.flip(1).cummax(1).values.flip(1).bool()  # a life ended there or later
-        room[:, :past][earlier] = 0
+        earlier = ends.flip(1).cummax(1).values.flip(1)  # a life ended there or later
+        which, frame = earlier.nonzero(as_tuple=True)
+        rows.index_fill_(0, which * length + frame, 0)
         return room
 
     def state_dict(self) -> dict[str, Any]:

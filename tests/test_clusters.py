@@ -32,6 +32,8 @@ from weightnorm import (
     weight_norm_model,
 )
 
+pytestmark = pytest.mark.xdist_group("clusters")  # which share their processes
+
 DOCS = Path(__file__).parents[1] / "docs" / "scaling.md"
 STEPS, BATCH = 4, 8
 FORMS = ("module", "optimizer")

@@ -16,6 +16,8 @@ from ranks import on_ranks
 from weightnorm import data_dependent_init, mean_only_batch_norm, weight_norm_model
 from weightnorm.collective import RankLost
 
+pytestmark = pytest.mark.xdist_group("lost-ranks")  # which share their processes
+
 
 class Trap(nn.Module):
     """The rank sends itself a signal when an input, or a gradient, comes by."""

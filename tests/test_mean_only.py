@@ -243,6 +243,7 @@ def synced(request):
     return on_ranks(request.param, _synced, request.param)
 
 
+@pytest.mark.xdist_group("synced")
 @pytest.mark.parametrize("form", ["module", "shortcut"])
 @pytest.mark.parametrize("name", SYNCED)
 def test_ranks_together_are_one_process(synced, name, form):

@@ -14,6 +14,8 @@ from weightnorm.lab.benchmarks.synced_batch_norm import SyncedBatchNorm
 from weightnorm.lab.benchmarks.traffic import PARAMETERIZATIONS, FeedForward, handed_over, measure
 from weightnorm.lab.experiments.ranks import Ranks
 
+pytestmark = pytest.mark.xdist_group("traffic")  # which share their processes
+
 DOCS = Path(__file__).parents[3] / "docs"
 CHANNELS = [96] * 3 + [192] * 6 + [10]
 WEIGHTS, BIASES = 1_405_344, 1_450

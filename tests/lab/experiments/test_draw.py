@@ -28,7 +28,7 @@ def test_the_presets_keep_the_implementations_settings():
     assert paper.data == draw.PRESETS["cpu"].data == "binarized-mnist"
     for name, preset in draw.PRESETS.items():
         assert preset.preset == name
-        assert (preset.read_size, preset.attention, preset.clip) == (2, True, 10.0)
+        assert (preset.attention, preset.clip) == (True, 10.0)
 
 
 def test_one_learning_rate_for_both():

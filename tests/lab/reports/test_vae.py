@@ -97,7 +97,8 @@ def test_bounds_stand_beside_published_ones_and_show_the_spread_over_seeds(pair)
     published = {name: cells["bound, nats"] for name, cells in rows.items() if "memory" in name}
     assert sorted(published.values()) == ["−82.02", "−84.08"]
     notes = found(part, Table, "Bounds").notes
-    assert "128 importance samples on the first 1000 test examples" in notes[-1]
+    assert "128 importance samples on the first 1000 test examples" in notes[1]
+    assert notes[2].endswith("These: width 0.25, depth not recorded, latents not recorded.")
     assert "bits/dim" not in ours
 
 

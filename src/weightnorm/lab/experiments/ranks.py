@@ -29,11 +29,13 @@ class Ranks:
         """Join the group torchrun set up, if it did; no wait for another rank is ever longer."""
         if "WORLD_SIZE" not in os.environ:
             return cls()
+        backend = "gloo"
+        if device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"
+            if device.index is None:  # each rank of a machine has a GPU of its own
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         try:
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=wait_seconds),
-            )
+            dist.init_process_group(backend, timeout=timedelta(seconds=wait_seconds))
         except RuntimeError as error:
             here = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
             raise RankLost(f"{here} found no others ({str(error).splitlines()[0]})") from error

@@ -117,13 +117,15 @@ PAPER = Config(preset="paper")
 CPU = replace(
     PAPER,
     preset="cpu",
-    epochs=16,
-    train_steps=12_500,
+    epochs=20,
+    train_steps=25_000,
     test_steps=10_000,
-    replay_size=100_000,
-    replay_start=5_000,
+    width=0.5,
+    batch_size=32,
+    replay_size=200_000,
+    replay_start=10_000,
     sync_every=2_000,
-    epsilon_steps=40_000,
+    epsilon_steps=100_000,
 )
 PRESETS = {
     "paper": PAPER,
@@ -134,8 +136,6 @@ PRESETS = {
         epochs=3,
         train_steps=1_000,
         test_steps=500,
-        width=0.5,
-        batch_size=32,
         replay_size=5_000,
         replay_start=400,
         sync_every=200,
@@ -145,7 +145,7 @@ PRESETS = {
 }
 SIZES = {
     "paper": ("50 million steps", "replay of 1 million, 7.4 GB", "a GPU, a week"),
-    "cpu": ("200 thousand steps", "replay of 100 thousand", "two cores, an hour"),
+    "cpu": ("500 thousand steps", "half the width, batches of 32", "two cores, an hour"),
     "demo": ("3 thousand steps", "half the width", "a minute, too short to learn"),
 }
 PAPERS_CHOICE = dict.fromkeys(COMPARED, 0.0003) | {Parameterization.STANDARD: 0.0001}

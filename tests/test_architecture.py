@@ -48,7 +48,7 @@ LAB = {
     # room: (rooms of the lab it may enter, whether it uses the library, outside packages)
     "records": (set(), False, set()),
     "allocation": (set(), False, set()),
-    "data": (set(), False, {"numpy", "torch", "pooch", "sklearn"}),
+    "data": (set(), False, {"numpy", "torch", "pooch", "sklearn", "ale_py"}),
     "models": (set(), True, {"torch"}),
     "experiments": (
         {"allocation", "data", "models", "records"},
@@ -56,7 +56,11 @@ LAB = {
         {"numpy", "torch", "rich", "ray"},
     ),
     "claims": ({"allocation", "data", "experiments", "models", "records"}, True, {"torch", "rich"}),
-    "benchmarks": ({"allocation", "experiments", "models", "records"}, True, {"torch", "rich"}),
+    "benchmarks": (
+        {"allocation", "data", "experiments", "models", "records"},
+        True,
+        {"torch", "rich", "numpy", "gymnasium"},
+    ),
     "reports": ({"records"}, False, {"numpy", "matplotlib", "PIL", "jinja2"}),
     "safetensors_writer": (set(), False, {"torch"}),
     "checkpoint_files": ({"records", "safetensors_writer"}, True, {"torch", "safetensors"}),

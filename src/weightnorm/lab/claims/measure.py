@@ -19,6 +19,7 @@ from weightnorm.lab.claims import (
     initialization,
     noise,
     recorded,
+    reinforcement,
     robustness,
 )
 from weightnorm.lab.claims.claim import CLAIMS
@@ -33,7 +34,9 @@ from weightnorm.lab.records import Row, append_row, load_record, read_rows, writ
 FROM_RECORDS = (18, 20)
 """Read anew each time: the records may have grown."""
 
-ROOMS = (algebra, cost, covariance, growth, initialization, noise, recorded, robustness)
+ROOMS = (
+    algebra, cost, covariance, growth, initialization, noise, recorded, reinforcement, robustness
+)  # fmt: skip
 """Whose claims are in the table: importing enters them."""
 
 

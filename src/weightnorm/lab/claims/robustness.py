@@ -143,7 +143,7 @@ def short_run(
     bench: Workbench, optimizer: str, way: str, seed: int, rate: float
 ) -> dict[str, float]:
     """Where a network stands after so many steps at this rate."""
-    steps, batch = (60, 64) if bench.quick else (200, 50)
+    steps, batch = (40, 64) if bench.quick else (200, 50)
     model = bench.network(way, seed)
     losses = bench.train(
         model,

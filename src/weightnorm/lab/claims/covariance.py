@@ -190,6 +190,7 @@ def covariances_in_training(bench: Workbench, way: str, seed: int) -> list[dict[
     model = bench.network(way, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=WAYS[way])
     x, y = bench.data.train[:EXAMPLES], bench.data.train_labels[:EXAMPLES]
+    chance = torch.Generator().manual_seed(10_000 + seed)  # not what drew the weights
     found: list[dict[str, Any]] = []
 
     def take(step: int) -> None:
@@ -197,7 +198,7 @@ def covariances_in_training(bench: Workbench, way: str, seed: int) -> list[dict[
         for layer, (name, w) in enumerate(unit_weights(model).items(), 1):
             c = gradient_covariance(grads[name][:, :UNITS].double())
             last = step == times[-1]
-            row = {"step": step, "layer": layer, **layer_row(c, w[:UNITS].double(), seed, last)}
+            row = {"step": step, "layer": layer, **layer_row(c, w[:UNITS].double(), chance, last)}
             found.append(row)
 
     def watch(step: int, _: nn.Module) -> None:
@@ -209,11 +210,11 @@ def covariances_in_training(bench: Workbench, way: str, seed: int) -> list[dict[
     return found
 
 
-def layer_row(c: Tensor, w: Tensor, seed: int, spectra: bool) -> dict[str, Any]:
+def layer_row(c: Tensor, w: Tensor, chance: torch.Generator, spectra: bool) -> dict[str, Any]:
     """Alignment, and with the spectra what the projection does to them; dead units left out."""
     alive = torch.einsum("unn->u", c) > 0
     c, w = c[alive], w[alive]
-    noise = torch.randn(w.shape, generator=torch.Generator().manual_seed(seed), dtype=w.dtype)
+    noise = torch.randn(w.shape, generator=chance, dtype=w.dtype)
     row: dict[str, Any] = alignment(c, w)
     row |= {f"{key}_random": value for key, value in alignment(c, noise).items()}
     if spectra:

@@ -34,12 +34,17 @@ class Crew:
     """
 
     def __init__(
-        self, workers: int = 1, file: Path | None = None, tell: Tell = lambda done, total: None
+        self, workers: int = 1, file: Path | None = None, tell: Tell | None = None
     ) -> None:
-        self.workers, self.file, self.tell = workers, file, tell
+        self.workers, self.file, self._tell = workers, file, tell
         rows = read_rows(file) if file is not None else []
         self.known: dict[str, Any] = {row["part"]: row["found"] for row in rows}
         self._pool: ProcessPoolExecutor | None = None
+
+    def tell(self, done: int, total: int) -> None:
+        """How far a measurement is."""
+        if self._tell is not None:
+            self._tell(done, total)
 
     def each(self, bench: Any, measure: Callable[..., Any], parts: Iterable[Part]) -> list[Any]:
         """measure(bench, *part) of every part, in order."""

@@ -163,27 +163,20 @@ class ClaimsOptions:
     jobs: int | None = None
     """Processes that measure; by default one for each core, or one if quick."""
     runs: Path = Path("runs")
-    """Folder of all records: those of the experiments are read, the claims' are kept there."""
+    """Folder of the records: the experiments' are read, the claims' kept."""
     data_dir: Path | None = None
     """Folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache."""
 
 
 def claims(words: list[str]) -> int:
     """Measure what the paper claims; the same command goes on where it was stopped."""
-    from weightnorm.lab.claims.measure import measure, newest
+    from weightnorm.lab.claims.measure import measure, table
     from weightnorm.lab.claims.workbench import Workbench
 
     options = parse(ClaimsOptions, words, "claims", claims)
-    seeds = options.seeds or ((1, 2, 3) if options.quick else (1, 2, 3, 4, 5))
-    jobs = options.jobs or (1 if options.quick else os.cpu_count() or 1)
-    bench = Workbench(options.quick, seeds, options.data_dir, options.runs)
-    folder = measure(bench, options.only, ERR, jobs)
-    table = Table("claim", "section", "value", "the paper says", "n", "verdict", show_lines=True)
-    for row in newest(folder).values():
-        name = f"{row['number']}. {row['statement']}"
-        texts = (name, row["section"], row["value"], row["paper"], str(row["n"]), row["verdict"])
-        table.add_row(*map(escape, texts))
-    OUT.print(table)
+    bench = Workbench(options.quick, options.seeds, options.data_dir, options.runs)
+    folder = measure(bench, options.only, ERR, options.jobs)
+    OUT.print(table(folder))
     _say(OUT, f"record: {folder}; weightnorm report {options.runs} draws it")
     return 0
 

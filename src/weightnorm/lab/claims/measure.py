@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from weightnorm.lab.allocation import keep_freed_memory
 from weightnorm.lab.claims import (
@@ -31,6 +34,7 @@ from weightnorm.lab.experiments.environment import environment
 from weightnorm.lab.experiments.run import Interrupted
 from weightnorm.lab.records import Row, append_row, load_record, read_rows, write_json
 
+SEEDS, QUICK_SEEDS = (1, 2, 3, 4, 5), (1, 2, 3)
 FROM_RECORDS = (18, 20)
 """Read anew each time: the records may have grown."""
 
@@ -44,9 +48,11 @@ def measure(
     bench: Workbench,
     only: Sequence[int] = (),
     console: Console | None = None,
-    workers: int = 1,
+    workers: int | None = None,
 ) -> Path:
     """Measure what is not measured yet; the record's folder."""
+    bench = replace(bench, seeds=bench.seeds or (QUICK_SEEDS if bench.quick else SEEDS))
+    workers = workers or (1 if bench.quick else os.cpu_count() or 1)
     folder = bench.runs / "claims" / ("quick" if bench.quick else "full")
     if unknown := [number for number in only if number not in CLAIMS]:
         there = ", ".join(map(str, sorted(CLAIMS)))
@@ -94,3 +100,13 @@ def newest(folder: Path) -> dict[int, Row]:
     """Each claim's newest row, in order."""
     rows = {row["number"]: row for row in read_rows(folder / "metrics.jsonl")}
     return dict(sorted(rows.items()))
+
+
+def table(folder: Path) -> Table:
+    """The record, for a terminal."""
+    shown = Table("claim", "section", "value", "the paper says", "n", "verdict", show_lines=True)
+    for row in newest(folder).values():
+        name = f"{row['number']}. {row['statement']}"
+        words = (name, *(str(row[key]) for key in ("section", "value", "paper", "n", "verdict")))
+        shown.add_row(*map(escape, words))
+    return shown

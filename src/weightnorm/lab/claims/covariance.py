@@ -220,7 +220,7 @@ def layer_row(c: Tensor, w: Tensor, chance: torch.Generator, spectra: bool) -> d
     if spectra:
         before, after, anyway = (spectrum(m) for m in (c, projected(c, w), projected(c, noise)))
         row["closer"], row["closer_random"] = closer(before, after), closer(before, anyway)
-        row["spectra"] = {"C": shares(before), "D": shares(after)}
+        row["spectra"] = {"C": shares(before), "D": shares(after[:, :-1])}
     return row
 
 

@@ -36,6 +36,11 @@ RATES = (0.0001, 0.0003)
 """The paper's choices for standard and weight norm; each way counts at its better one."""
 EVERY = 10
 """Updates from one look to the next."""
+FIGURES = {
+    "changes": ("Unseen states whose greedy action changes in one update", "share of states"),
+    "residuals": ("What the values leave unexplained of their targets", "part of the variance"),
+}
+"""Title, and what stands at the axis; at the higher rate."""
 
 
 @claim(
@@ -170,7 +175,5 @@ def _figure(found: dict[Any, Any], ways: list[Any], seeds: tuple[int, ...], key:
         curves = [found[how, batch, RATES[1], seed][key] for seed in seeds]
         x = range(0, EVERY * len(curves[0]), EVERY)
         lines.append(series(f"{how}, batch {batch}", x, zip(*curves, strict=True)))
-    what = {"changes": "share of states whose greedy action changes in one update",
-            "residuals": "part of the targets' variance unexplained"}[key]  # fmt: skip
-    title = f"{what.capitalize()}, learning rate {RATES[1]}"
-    return Figure(title, "update", what, tuple(lines), log_y=key == "residuals")
+    title, y = FIGURES[key]
+    return Figure(title, "update", y, tuple(lines), log_y=key == "residuals")

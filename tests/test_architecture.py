@@ -36,7 +36,7 @@ LIBRARY = {
     },
     "checkpoint": {"functional", "kernels", "sites"},
     "probes": {"folding", "functional", "layers", "sharding", "sites"},
-    "monitor": {"probes"},
+    "monitor": {"probes", "sharding", "sites"},
     "linter": {"functional", "layers", "sites"},
     "diagnostics": {"linter", "monitor", "probes"},
     "held": {"functional", "kernels", "sharding"},

@@ -35,9 +35,13 @@ def effective_step(model: nn.Module) -> dict[str, Tensor]:
 
     The direction of w turns by about learning rate × (|g|/‖v‖)·‖M∇w‖/‖v‖ in one step.
     """
-    norms = weight_norms(model)
-    lengths = {site.path: whole(site.parts().g).flatten().abs() for site in sites(model)}
-    return {path: torch.where(norms[path] == 0, 0.0, lengths[path] / norms[path]) for path in norms}
+    return {site.path: scale(site, whole(site.v_norm()).flatten()) for site in sites(model)}
+
+
+@torch.no_grad()
+def scale(site: Site, norm: Tensor) -> Tensor:
+    """|g|/‖v‖ of every unit, given ‖v‖; 0 for a zero row."""
+    return torch.where(norm == 0, 0.0, whole(site.parts().g).flatten().abs() / norm)
 
 
 @torch.no_grad()
@@ -49,7 +53,7 @@ def unit_weights(model: nn.Module) -> dict[str, Tensor]:
     >>> unit_weights(nn.ConvTranspose1d(2, 3, 5))["weight"].shape
     torch.Size([3, 10])
     """
-    found = {site.path: _rows(site) for site in sites(model)}
+    found = {site.path: rows_of(site) for site in sites(model)}
     for path, layer, name in chosen_weights(model):
         if path not in found:
             found[path] = unit_rows(getattr(layer, name), *unit_axis(layer, name)).clone()
@@ -64,12 +68,15 @@ def direction_angle(model: nn.Module, since: Mapping[str, Tensor]) -> dict[str, 
     and b it is 2·atan(‖a − b‖/‖a + b‖).
     """
     now = unit_weights(model)
-    angles = {}
-    for name, before in since.items():
-        a, b = (nn.functional.normalize(x, dim=1, eps=0) for x in (now[name], before))
-        apart, along = (whole(x.norm(dim=1)) for x in (a - b, a + b))
-        angles[name] = torch.nan_to_num(2 * torch.atan2(apart, along), 0.0)
-    return angles
+    return {name: angles(now[name], before) for name, before in since.items()}
+
+
+@torch.no_grad()
+def angles(now: Tensor, before: Tensor) -> Tensor:
+    """Between the rows of two matrices."""
+    a, b = (nn.functional.normalize(x, dim=1, eps=0) for x in (now, before))
+    apart, along = (whole(x.norm(dim=1)) for x in (a - b, a + b))
+    return torch.nan_to_num(2 * torch.atan2(apart, along), 0.0)
 
 
 def example_gradients(
@@ -154,7 +161,9 @@ def excess_kurtosis(x: Tensor) -> Tensor:
     return centred.pow(4).mean(0) / centred.square().mean(0).square() - 3
 
 
-def _rows(site: Site) -> Tensor:
+@torch.no_grad()
+def rows_of(site: Site) -> Tensor:
+    """The weight as a matrix with one row for each output unit; a copy."""
     dim, groups = site.axis
     return unit_rows(site.weight(), dim, groups).clone()
 

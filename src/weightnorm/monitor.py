@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from weightnorm.probes import angles, rows_of, scale
+from weightnorm.probes import angles, rows_of, scale, unit_length
 from weightnorm.sharding import whole
 from weightnorm.sites import sites
 
@@ -54,7 +54,7 @@ class TrainingMonitor:
     ) -> None:
         if every < 1:
             raise ValueError(f"every is {every}; expected 1 step or more")
-        self._before = {site.path: rows_of(site) for site in sites(model)}
+        self._before = {site.path: unit_length(rows_of(site)) for site in sites(model)}
         if not self._before:
             raise ValueError("the model has no normalized weight to watch; apply weight_norm first")
         self.model, self.every, self.prefix = model, every, prefix
@@ -73,7 +73,7 @@ class TrainingMonitor:
         rows: dict[str, Tensor] = {}
         for site in sites(self.model):
             name, norm = site.path, whole(site.v_norm()).flatten()
-            step, now = scale(site, norm), rows_of(site)
+            step, now = scale(site, norm), unit_length(rows_of(site))
             rows[f"{name}/v_norm"] = norm.mean()
             rows[f"{name}/effective_step"] = step.mean()
             rows[f"{name}/dead_units"] = (step == 0).sum()

@@ -68,13 +68,17 @@ def direction_angle(model: nn.Module, since: Mapping[str, Tensor]) -> dict[str, 
     and b it is 2·atan(‖a − b‖/‖a + b‖).
     """
     now = unit_weights(model)
-    return {name: angles(now[name], before) for name, before in since.items()}
+    return {name: angles(unit_length(now[name]), unit_length(rows)) for name, rows in since.items()}
 
 
-@torch.no_grad()
-def angles(now: Tensor, before: Tensor) -> Tensor:
-    """Between the rows of two matrices."""
-    a, b = (nn.functional.normalize(x, dim=1, eps=0) for x in (now, before))
+def unit_length(rows: Tensor) -> Tensor:
+    """Each row over its length; a zero row is not a number."""
+    directions: Tensor = rows / rows.norm(dim=1, keepdim=True)
+    return directions
+
+
+def angles(a: Tensor, b: Tensor) -> Tensor:
+    """Between rows of length 1; 0 where either is not a number."""
     apart, along = (whole(x.norm(dim=1)) for x in (a - b, a + b))
     return torch.nan_to_num(2 * torch.atan2(apart, along), 0.0)
 

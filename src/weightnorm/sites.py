@@ -79,7 +79,7 @@ class Site:
     def chain(self) -> Any:
         """The tensor's parametrizations, weight norm first; empty for torch's hooked flavour."""
         found = mechanism.parametrizations_of(self.module)
-        return found[self.name] if self.name in found else ()  # noqa: SIM401: a ModuleDict has no get
+        return found[self.name] if self.name in found else ()  # noqa: SIM401 (it has no get)
 
     @property
     def map(self) -> Any:

@@ -33,7 +33,7 @@ NOT_NOTICEABLE = 1.05
 def step_time(bench: Workbench) -> Measured:
     """Interleaved, so that whatever else the machine does hits all alike."""
     bench = bench.at_full_size
-    rounds, inner = (8, 5) if bench.quick else (10, 1)
+    rounds, inner = (8, 5) if bench.quick else (7, 1)
     models = {way: bench.network(way, bench.seeds[0], noise=True, width=1.0) for way in WAYS}
     optimizers = {way: torch.optim.Adam(m.parameters()) for way, m in models.items()}
     rows = torch.arange(100)

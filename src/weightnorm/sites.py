@@ -84,7 +84,8 @@ class Site:
     @property
     def map(self) -> Any:
         """WeightNorm, or torch's equivalent; None for torch's hooked flavour."""
-        return self.chain[0] if self.chain else None
+        chain = self.chain
+        return chain[0] if chain else None
 
     @property
     def is_log(self) -> bool:
@@ -93,31 +94,33 @@ class Site:
     @property
     def stored(self) -> Parts:
         """The parameters themselves: v, and g or s."""
-        if self.map is None:
+        if not (chain := self.chain):
             return Parts(*(getattr(self.module, f"{self.name}_{part}") for part in "vg"))
-        return Parts(self.chain.original1, self.chain.original0)
+        return Parts(chain.original1, chain.original0)
 
     @property
     def axis(self) -> tuple[int | None, int]:
         """The axis that is kept, and the groups axis 0 is split into."""
-        if isinstance(self.map, WeightNorm):
-            return self.map.dim, self.map.groups
-        dim = (mechanism.hook_of(self.module, self.name) or self.map).dim
+        map = self.map
+        if isinstance(map, WeightNorm):
+            return map.dim, map.groups
+        dim = (mechanism.hook_of(self.module, self.name) or map).dim
         return (None if dim == -1 else dim), 1  # torch says −1 for no axis
 
     def parts(self) -> Parts:
         """v and g; for a log-scale g is eˢ."""
-        v, g = self.stored
-        return Parts(v, self.map.length(g)) if isinstance(self.map, WeightNorm) else Parts(v, g)
+        (v, g), map = self.stored, self.map
+        return Parts(v, map.length(g)) if isinstance(map, WeightNorm) else Parts(v, g)
 
     def v_norm(self) -> Tensor:
         """‖v‖ of each unit, shaped like g; under the mask, if there is one."""
-        v, hook = self.stored.v, mechanism.hook_of(self.module, self.name)
-        if not isinstance(self.map, WeightNorm):
-            norm: Tensor = torch.norm_except_dim(v, 2, (hook or self.map).dim)
+        v, map = self.stored.v, self.map
+        if not isinstance(map, WeightNorm):
+            hook = mechanism.hook_of(self.module, self.name)
+            norm: Tensor = torch.norm_except_dim(v, 2, (hook or map).dim)
             return norm
-        v = v if self.map.mask is None else v * on_mesh_of(self.map.mask, v)
-        return functional.norm(v, self.map.dim, groups=self.map.groups)
+        v = v if map.mask is None else v * on_mesh_of(map.mask, v)
+        return functional.norm(v, map.dim, groups=map.groups)
 
     def weight(self) -> Tensor:
         """w as it is now. (A hooked flavour's attribute may be stale: it is set at forward.)"""

@@ -1,18 +1,47 @@
-"""Several things timed side by side."""
+"""Several things measured side by side: they take turns, so that whatever else the machine does
+meets all of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Mapping
+
+import torch
+
+Call = Callable[[], float | None]
+"""Does the work. What it returns is the measurement; None: how long it took."""
 
 
-def interleaved(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The median seconds of each, all taking turns; the first round is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            taken[name].append(time.perf_counter() - began)
-    return {name: median(times[1:]) for name, times in taken.items()}
+def interleaved(
+    peers: Mapping[str, Call], rounds: int, least: float = 0.0
+) -> tuple[dict[str, list[float]], int]:
+    """What each peer took in each round, and how often it was called for one measurement.
+
+    The first round is not counted. A call shorter than `least` seconds is repeated until that much
+    time has gone, and the mean of the calls is one measurement.
+    """
+    first = [_measured(call, 1) for call in peers.values()]
+    calls = max(1, min(MOST_CALLS, round(least / max(min(first), 1e-9))))
+    taken: dict[str, list[float]] = {name: [] for name in peers}
+    for _ in range(rounds):
+        for name, call in peers.items():
+            taken[name].append(_measured(call, calls))
+    return taken, calls
+
+
+MOST_CALLS = 10_000
+
+
+def _measured(call: Call, calls: int) -> float:
+    _wait()
+    began, told = time.perf_counter(), None
+    for _ in range(calls):
+        told = call()
+    _wait()
+    return (time.perf_counter() - began) / calls if told is None else told
+
+
+def _wait() -> None:
+    """Let the device finish what it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -24,7 +24,8 @@ LIBRARY = {
     "sites": {"functional", "kernels", "mechanism", "sharding"},
     "folding": {"mechanism", "sharding", "sites"},
     "reparam": {"functional", "layers", "mechanism", "sharding", "sites"},
-    "mean_only": {"collective", "kernels", "layers", "sharding"},
+    "linear_maps": {"kernels", "layers"},
+    "mean_only": {"collective", "layers", "linear_maps", "sharding"},
     "data_init": {
         "collective",
         "init_report",

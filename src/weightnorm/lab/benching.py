@@ -66,11 +66,9 @@ def bench(words: list[str]) -> int:
     old = load(options.compare) if options.compare else None
     if options.page:
         _around(options.page)  # refused before the work, not after
-    path = benchmark.write(benchmark.bench(rows, setting, ERR), options.out)
+    path = benchmark.write(benchmark.bench(rows, setting, ERR, _show), options.out)
     record = load(path)
-    _draw(record, options)
-    _show(record)
-    _say(f"record: {path}")
+    _keep(record, options)
     return _compare(old, record) if old else 0
 
 
@@ -105,10 +103,11 @@ def _around(page: Path) -> tuple[str, str]:
     return text.split(BEGIN)[0], text.split(END)[1]
 
 
-def _draw(record: Row, options: BenchOptions) -> None:
-    from weightnorm.lab.reports.bench import charts, markdown
+def _keep(record: Row, options: BenchOptions) -> None:
+    from weightnorm.lab.reports.bench import about, charts, markdown
     from weightnorm.lab.reports.figures import draw
 
+    _say(f"\n{about(record)}\nrecord: {options.out / 'result.json'}")
     for old in options.out.glob("bench-*"):
         old.unlink()
     for drawing in draw(charts(record)).values():
@@ -120,25 +119,22 @@ def _draw(record: Row, options: BenchOptions) -> None:
         write_atomically(options.page, text.encode())
 
 
-def _show(record: Row) -> None:
-    from weightnorm.lab.reports.bench import about, amount, judged, ratio, share
+def _show(row: Row) -> None:
+    from weightnorm.lab.reports.bench import amount, judged, ratio, share
 
-    for row in record["rows"]:
-        OUT.print(f"\n[bold]{row['name']}[/]: {escape(row['title'])}", highlight=False)
-        for case in row["cases"]:
-            table = Table("", "", "to the base", title=escape(case["case"]), box=None)
-            table.title_justify = "left"
-            for peer in case["samples"]:
-                relative = case["ratios"].get(peer)
-                table.add_row(peer, amount(case, peer), ratio(relative) if relative else "1")
-            OUT.print(table)
-            for goal in case["goals"]:
-                says, value, verdict = map(escape, judged(goal))
-                looks = VERDICTS[verdict]
-                OUT.print(f"  [{looks}]{verdict}[/]: {says}: {value}", highlight=False)
-            if case["share"]:
-                OUT.print(f"  {escape(share(case))}", highlight=False)
-    _say(f"\n{about(record)}")
+    OUT.print(f"\n[bold]{row['name']}[/]: {escape(row['title'])}", highlight=False)
+    for case in row["cases"]:
+        table = Table("", "", "to the base", title=escape(case["case"]), box=None)
+        table.title_justify = "left"
+        for peer in case["samples"]:
+            relative = case["ratios"].get(peer)
+            table.add_row(peer, amount(case, peer), ratio(relative) if relative else "1")
+        OUT.print(table)
+        for goal in case["goals"]:
+            says, value, verdict = map(escape, judged(goal))
+            OUT.print(f"  [{VERDICTS[verdict]}]{verdict}[/]: {says}: {value}", highlight=False)
+        if case["share"]:
+            OUT.print(f"  {escape(share(case))}", highlight=False)
 
 
 def _compare(old: Row, new: Row) -> int:

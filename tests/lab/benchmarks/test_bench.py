@@ -30,7 +30,9 @@ QUICK = Setting(torch.device("cpu"), quick=True, rounds=2)
 def test_every_row_measures_its_goals(name):
     for case in ROWS[name].cases(QUICK):
         assert case.base in case.peers
-        assert case.work is None or case.work.peer in case.peers
+        if case.work is not None:
+            assert case.work.peer in case.peers
+            assert case.work.limit in {"memory", "matrix", "convolution", *case.peers}
         assert case.goals
         ones = {peer: torch.ones(2) for peer in case.peers}
         for goal in case.goals:

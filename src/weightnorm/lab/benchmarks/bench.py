@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,35 @@ from weightnorm.lab.records import append_row, write_json
 Record = dict[str, Any]
 
 
-def bench(rows: Sequence[Row], setting: Setting, console: Console) -> Record:
-    """Measure the machine, then every row."""
+def bench(
+    rows: Sequence[Row],
+    setting: Setting,
+    console: Console,
+    show: Callable[[Record], None] = lambda row: None,
+) -> Record:
+    """Measure the machine, then every row; each is shown as soon as it is done."""
+    with _telling(console, "the machine's limits"):
+        roofline = RooflineProbe(setting).measure()
+    found = []
+    for row in rows:
+        with _telling(console, f"{row.name}: {row.title}") as tell:
+            cases = []
+            for case in row.cases(setting):
+                tell(f"{row.name}: {case.name}")
+                cases.append(measure(case, setting, roofline).row())
+        found.append({"name": row.name, "title": row.title, "cases": cases})
+        show(found[-1])
+    return {
+        "environment": environment(setting.device, 1),
+        "setting": {"quick": setting.quick, "rounds": setting.rounds},
+        "limits": asdict(roofline),
+        "rows": found,
+    }
+
+
+@contextmanager
+def _telling(console: Console, what: str) -> Iterator[Callable[[str], None]]:
+    """Say what is measured at the moment."""
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -28,24 +56,10 @@ def bench(rows: Sequence[Row], setting: Setting, console: Console) -> Record:
         console=console,
         transient=True,
     ) as progress:
-        task = progress.add_task("the machine's limits")
-        roofline = RooflineProbe(setting).measure()
-        found = []
-        for row in rows:
-            cases = []
-            progress.update(task, description=f"{row.name}: {row.title}")
-            for case in row.cases(setting):
-                progress.update(task, description=f"{row.name}: {case.name}")
-                cases.append(measure(case, setting, roofline).row())
-            found.append({"name": row.name, "title": row.title, "cases": cases})
-            if not console.is_terminal:
-                console.print(f"{row.name}: {row.title}", markup=False, highlight=False)
-    return {
-        "environment": environment(setting.device, 1),
-        "setting": {"quick": setting.quick, "rounds": setting.rounds},
-        "limits": asdict(roofline),
-        "rows": found,
-    }
+        task = progress.add_task(what)
+        if not console.is_terminal:
+            console.print(what, markup=False, highlight=False)
+        yield lambda text: progress.update(task, description=text)
 
 
 def write(record: Record, folder: Path) -> Path:

@@ -136,7 +136,7 @@ def _on_rank(rank: int, world: int, folder: str, size: tuple[int, int, int], rou
 
         return run
 
-    samples, _ = interleaved({name: step(name) for name in (PLAIN, OURS)}, rounds)
+    samples = interleaved({name: step(name) for name in (PLAIN, OURS)}, rounds)
     if rank == 0:
         write_json(Path(folder, "samples.json"), samples)
     dist.destroy_process_group()

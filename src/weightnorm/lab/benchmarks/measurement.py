@@ -39,8 +39,6 @@ class Measurement:
     case: str
     base: str
     unit: str
-    calls: int
-    """That one sample is the mean of."""
     samples: dict[str, list[float]]
     ratios: dict[str, Interval]
     """To the base, for every other peer."""
@@ -55,7 +53,7 @@ class Measurement:
 
 def measure(case: Case, setting: Setting, roofline: Roofline) -> Measurement:
     """All peers of a case, in turns."""
-    samples, calls = interleaved(case.peers, setting.rounds, setting.least)
+    samples = interleaved(case.peers, case.rounds or setting.rounds, setting.least)
     middles = medians(samples)
     goals = []
     for goal in case.goals:
@@ -63,14 +61,17 @@ def measure(case: Case, setting: Setting, roofline: Roofline) -> Measurement:
         goals.append(Judged(goal.says, goal.limit, value, verdict(value, goal.limit)))
     share = None
     if (work := case.work) is not None:
-        reached = roofline.share(work.amount, work.limit, median(samples[work.peer]))
+        taken = median(samples[work.peer])
+        if work.limit in samples:
+            reached = work.amount * median(samples[work.limit]) / taken
+        else:
+            reached = roofline.share(work.amount, work.limit, taken)
         share = Share(work.peer, work.limit, reached)
     others = [name for name in samples if name != case.base]
     return Measurement(
         case=case.name,
         base=case.base,
         unit=case.unit,
-        calls=calls,
         samples=samples,
         ratios={name: interval(middles[name] / middles[case.base]) for name in others},
         goals=tuple(goals),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from weightnorm.lab.benchmarks.row import Limit, Setting
+from weightnorm.lab.benchmarks.row import Setting
 from weightnorm.lab.benchmarks.side_by_side import Call, interleaved
 
 
@@ -20,7 +20,7 @@ class Roofline:
     matrix: float
     convolution: float
 
-    def share(self, amount: float, limit: Limit, seconds: float) -> float:
+    def share(self, amount: float, limit: str, seconds: float) -> float:
         """How much of the machine's limit was reached.
 
         >>> Roofline(100.0, 1.0, 1.0).share(50.0, "memory", 1.0)
@@ -68,7 +68,7 @@ class RooflineProbe:
 
     def measure(self) -> Roofline:
         """The best of the rounds: a limit is what nothing disturbed."""
-        taken, _ = interleaved(self.calls(), self.setting.rounds, self.setting.least)
+        taken = interleaved(self.calls(), self.setting.rounds, self.setting.least)
         return Roofline(**{n: amount / min(taken[n]) for n, amount in self.amounts().items()})
 
 

@@ -12,7 +12,6 @@ from weightnorm.lab.benchmarks.goal import Goal
 from weightnorm.lab.benchmarks.side_by_side import Call
 
 T = TypeVar("T")
-Limit = Literal["memory", "matrix", "convolution"]
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Work:
-    """What one call cannot do without: bytes moved, or floating-point operations."""
+    """What one call cannot do without: bytes moved, floating-point operations, or copies."""
 
     amount: float
-    limit: Limit
+    limit: str
+    """Of the machine: memory, matrix or convolution; or a peer, and so many of its calls."""
     peer: str
     """Whose distance to the machine's limit is of interest."""
 
@@ -56,6 +56,8 @@ class Case:
     examples: int | None = None
     """How many one call goes through, where examples a second are of interest."""
     unit: Literal["s", "B"] = "s"
+    rounds: int | None = None
+    """Others than the setting's."""
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,19 @@ Call = Callable[[], float | None]
 
 def interleaved(
     peers: Mapping[str, Call], rounds: int, least: float = 0.0
-) -> tuple[dict[str, list[float]], int]:
-    """What each peer took in each round, and how often it was called for one measurement.
+) -> dict[str, list[float]]:
+    """What each peer took in each round.
 
-    The first round is not counted. A call shorter than `least` seconds is repeated until that much
-    time has gone, and the mean of the calls is one measurement.
+    The first round is not counted. A call shorter than `least` seconds is repeated for that long,
+    and the mean of the calls is one measurement.
     """
-    first = [_measured(call, 1) for call in peers.values()]
-    calls = max(1, min(MOST_CALLS, round(least / max(min(first), 1e-9))))
+    first = {name: _measured(call, 1) for name, call in peers.items()}
+    calls = {name: max(1, round(least / max(taken, 1e-6))) for name, taken in first.items()}
     taken: dict[str, list[float]] = {name: [] for name in peers}
     for _ in range(rounds):
         for name, call in peers.items():
-            taken[name].append(_measured(call, calls))
-    return taken, calls
-
-
-MOST_CALLS = 10_000
+            taken[name].append(_measured(call, calls[name]))
+    return taken
 
 
 def _measured(call: Call, calls: int) -> float:

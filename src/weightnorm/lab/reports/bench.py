@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from statistics import median
 
@@ -76,7 +77,7 @@ def amount(case: Row, peer: str) -> str:
 
 
 def ratio(value: list[float | None]) -> str:
-    middle, low, high = ("∞" if x is None else f"{x:.3f}" for x in value)
+    middle, low, high = ("∞" if x in (None, math.inf) else f"{x:.3f}" for x in value)
     return f"{middle} [{low}, {high}]"
 
 

@@ -6,6 +6,7 @@ Nothing here looks at how long anything took.
 import copy
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -200,3 +201,14 @@ def test_progress_is_told_in_lines_where_nobody_looks_on(tmp_path):
     told = io.StringIO()
     bench([ROWS["acting"]], QUICK, Console(file=told))
     assert "acting: An agent acts" in told.getvalue()
+
+
+def test_the_page_has_the_records_table():
+    docs = Path(__file__).parents[3] / "docs"
+    written = (docs / "performance.md").read_text().split(BEGIN)[1].split(END)[0].strip()
+    record = docs / "results" / "bench" / "result.json"
+    if record.exists():
+        assert written == markdown(load(record)), "make bench"
+        assert not load(record)["setting"]["quick"]
+    else:
+        assert written == "Not measured on a quiet machine yet: `make bench`."

@@ -36,7 +36,7 @@ LIBRARY = {
     },
     "checkpoint": {"functional", "kernels", "sites"},
     "probes": {"folding", "functional", "layers", "sharding", "sites"},
-    "monitor": {"probes"},
+    "monitor": {"probes", "sharding", "sites"},
     "linter": {"functional", "layers", "sites"},
     "diagnostics": {"linter", "monitor", "probes"},
     "held": {"functional", "kernels", "sharding"},
@@ -55,7 +55,7 @@ LAB = {
         True,
         {"numpy", "torch", "rich", "ray"},
     ),
-    "claims": ({"data", "experiments", "models", "records"}, True, {"torch", "rich"}),
+    "claims": ({"allocation", "data", "experiments", "models", "records"}, True, {"torch", "rich"}),
     "benchmarks": (
         {"allocation", "data", "experiments", "models", "records"},
         True,

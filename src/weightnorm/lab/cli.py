@@ -155,31 +155,28 @@ class ClaimsOptions:
     """What the paper says about weight norm, claim by claim, with a verdict on each."""
 
     quick: bool = False
-    """Embedded digits, two minutes; else CIFAR-10, half an hour on two cores."""
+    """Embedded digits, under two minutes; else CIFAR-10, half an hour on two cores."""
     only: tuple[int, ...] = ()
     """Numbers of the claims to measure; by default all."""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """Seeds behind each empirical claim."""
+    seeds: tuple[int, ...] = ()
+    """Seeds behind each empirical claim; by default 1 to 5, or to 3 if quick."""
+    jobs: int | None = None
+    """Processes that measure; by default one for each core, or one if quick."""
     runs: Path = Path("runs")
-    """Folder of all records: those of the experiments are read, the claims' are kept there."""
+    """Folder of the records: the experiments' are read, the claims' kept."""
     data_dir: Path | None = None
     """Folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache."""
 
 
 def claims(words: list[str]) -> int:
     """Measure what the paper claims; the same command goes on where it was stopped."""
-    from weightnorm.lab.claims.measure import measure, newest
+    from weightnorm.lab.claims.measure import measure, table
     from weightnorm.lab.claims.workbench import Workbench
 
     options = parse(ClaimsOptions, words, "claims", claims)
     bench = Workbench(options.quick, options.seeds, options.data_dir, options.runs)
-    folder = measure(bench, options.only, ERR)
-    table = Table("claim", "section", "value", "the paper says", "n", "verdict", show_lines=True)
-    for row in newest(folder).values():
-        name = f"{row['number']}. {row['statement']}"
-        texts = (name, row["section"], row["value"], row["paper"], str(row["n"]), row["verdict"])
-        table.add_row(*map(escape, texts))
-    OUT.print(table)
+    folder = measure(bench, options.only, ERR, options.jobs)
+    OUT.print(table(folder))
     _say(OUT, f"record: {folder}; weightnorm report {options.runs} draws it")
     return 0
 

@@ -27,8 +27,9 @@ def test_a_healthy_model_and_optimizer_have_no_findings(model):
     assert check(model, torch.optim.SGD(groups, lr=0.1)) == []
 
 
-def test_a_plain_model_is_nobodys_business():
-    assert check(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1))) == []
+def test_a_plain_model_was_forgotten():
+    (finding,) = check(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)))
+    assert str(finding) == "the model: no weight is normalized; apply weight_norm_model to it"
 
 
 def test_layers_left_out(model):
@@ -47,10 +48,9 @@ def test_an_optimizer_made_too_early():
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     weight_norm(layer)
     found = kinds(check(layer, optimizer))
-    assert found == [
-        ("weight", "v is not in the optimizer"),
-        ("weight", "g is not in the optimizer"),
-    ]
+    assert found == [("weight", "v and g not in the optimizer, so not trained")]
+    optimizer.add_param_group({"params": [parts(layer).v]})
+    assert kinds(check(layer, optimizer)) == [("weight", "g not in the optimizer, so not trained")]
 
 
 def test_a_frozen_g_need_not_be_in_the_optimizer():
@@ -90,3 +90,12 @@ def test_stale_writes_to_torchs_older_flavour():
     assert "init_" in str(finding)
     layer(torch.randn(1, 3))
     assert check(layer) == []
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_step_of_the_optimizer_is_no_stale_write():
+    layer = nn.utils.weight_norm(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert check(layer, optimizer) == []

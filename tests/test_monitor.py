@@ -40,6 +40,13 @@ def test_it_logs_every_so_many_steps_what_the_probes_say():
     assert logged["2.weight/turned"] == pytest.approx(turned["2.weight"].mean().item(), rel=1e-4)
 
 
+def test_what_it_keeps_keeps_no_graph():
+    _, _, monitor = trained(3, lambda m, o: TrainingMonitor(m, o, lambda *r: None, every=2))
+    assert not any(rows.requires_grad for rows in monitor.state_dict()["before"].values())
+    _, _, new = trained(0, lambda m, o: TrainingMonitor(m, o, lambda *r: None))
+    assert not any(rows.requires_grad for rows in new.state_dict()["before"].values())
+
+
 def test_it_changes_nothing():
     watched, _, _ = trained(5, lambda m, o: TrainingMonitor(m, o, lambda *r: None, every=1))
     alone, _, _ = trained(5)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -148,15 +149,16 @@ def test_gradient_scaling(bad):
     torch.testing.assert_close(model.state_dict(), twin.state_dict())
 
 
+def train(model, optimizer, steps):
+    for i in steps:
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 @every_inner
 def test_saved_and_loaded_it_goes_on_exactly(inner, options, first):
-    def train(model, optimizer, steps):
-        for i in steps:
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            optimizer.step()
-
     model = network()
     optimizer = WeightNormOptimizer(model, inner, **options)
     train(model, optimizer, range(5))
@@ -174,6 +176,24 @@ def test_saved_and_loaded_it_goes_on_exactly(inner, options, first):
     train(other, resumed, range(5, 10))
     for key, value in model.state_dict().items():
         assert torch.equal(value, other.state_dict()[key]), key
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+@every_inner
+def test_a_copy_goes_on_exactly_and_on_its_own(inner, options, copied):
+    model = network()
+    optimizer = WeightNormOptimizer(model, inner, **options)
+    train(model, optimizer, range(5))
+    other, resumed = copied((model, optimizer))
+    train(other, resumed, range(5, 10))
+    train(model, optimizer, range(5, 10))
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[key]), key
+    for name, (v, g) in optimizer.parts().items():
+        assert torch.equal(v, resumed.parts()[name].v)
+        assert torch.equal(g, resumed.parts()[name].g)
 
 
 def test_weights_written_from_outside_are_taken_up():

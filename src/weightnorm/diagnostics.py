@@ -3,7 +3,8 @@
 from weightnorm.linter import Finding, check
 from weightnorm.monitor import TrainingMonitor
 from weightnorm.probes import (
-    NoiseKurtosis,
+    BatchNoise,
+    batch_noise,
     direction_angle,
     effective_step,
     example_gradients,
@@ -15,9 +16,10 @@ from weightnorm.probes import (
 )
 
 __all__ = [
+    "BatchNoise",
     "Finding",
-    "NoiseKurtosis",
     "TrainingMonitor",
+    "batch_noise",
     "check",
     "direction_angle",
     "effective_step",

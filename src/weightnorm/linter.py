@@ -52,7 +52,10 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
 
 def _left_out(model: nn.Module, found: list[Site]) -> Iterator[Finding]:
     names = {site.path for site in found}
-    for path, _, _ in chosen_weights(model) if names else ():
+    if not names:
+        yield Finding("no weight is normalized", "the model", "apply weight_norm_model to it")
+        return
+    for path, _, _ in chosen_weights(model):
         if path not in names:
             yield Finding(
                 "not normalized, unlike other layers",
@@ -62,9 +65,13 @@ def _left_out(model: nn.Module, found: list[Site]) -> Iterator[Finding]:
 
 
 def _stale(site: Site) -> Iterator[Finding]:
-    """torch's older flavour keeps w as an attribute that its next forward overwrites."""
+    """torch's older flavour keeps w as an attribute that its next forward overwrites.
+
+    After a step of the optimizer it is behind v and g; that is harmless, and nobody has written."""
     kept = site.module.__dict__.get(site.name)
-    if site.map is None and kept is not None and not torch.allclose(kept, site.weight()):
+    if site.map is not None or kept is None or kept._version == 0:
+        return
+    if not torch.allclose(kept, site.weight()):
         yield Finding(
             "stale: what was written to it will be lost at the next forward",
             site.path,
@@ -99,16 +106,17 @@ def _optimizer(found: list[Site], optimizer: torch.optim.Optimizer) -> Iterator[
         for p in group["params"]
     }
     for site in found:
-        for name, part in zip("vg", site.stored, strict=True):
-            if part.requires_grad and id(part) not in decay:
-                yield Finding(
-                    f"{name} is not in the optimizer",
-                    site.path,
-                    "make the optimizer after weight norm, from model.parameters()",
-                )
+        parts = zip("vg", site.stored, strict=True)
+        left_out = [name for name, part in parts if part.requires_grad and id(part) not in decay]
+        if left_out:
+            yield Finding(
+                f"{' and '.join(left_out)} not in the optimizer, so not trained",
+                site.path,
+                "make the optimizer after weight norm, from model.parameters()",
+            )
         if decay.get(id(site.stored.g), 0):
             yield Finding(
                 "weight decay on g pulls the length of w itself towards zero",
                 site.path,
-                "put g in a parameter group with weight_decay=0 (decay on v changes no function)",
+                "put g in a parameter group with weight_decay=0 (decay on v leaves w as it is)",
             )

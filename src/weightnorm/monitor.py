@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from weightnorm.probes import direction_angle, effective_step, unit_weights, weight_norms
+from weightnorm.probes import angles, rows_of, scale, unit_length
+from weightnorm.sharding import whole
+from weightnorm.sites import sites
 
 Log = Callable[[str, float, int], object]
 
@@ -52,12 +54,12 @@ class TrainingMonitor:
     ) -> None:
         if every < 1:
             raise ValueError(f"every is {every}; expected 1 step or more")
-        if not weight_norms(model):
+        self._before = {site.path: unit_length(rows_of(site)) for site in sites(model)}
+        if not self._before:
             raise ValueError("the model has no normalized weight to watch; apply weight_norm first")
         self.model, self.every, self.prefix = model, every, prefix
         self.log: Log = log if callable(log) else log.add_scalar
         self.step = 0
-        self._before = unit_weights(model)
         self._handle: Any = optimizer.register_step_post_hook(self._on_step)
 
     def _on_step(self, *_: Any) -> None:
@@ -68,26 +70,26 @@ class TrainingMonitor:
     @torch.no_grad()
     def measure(self) -> None:
         """Log now."""
-        norms, steps = weight_norms(self.model), effective_step(self.model)
-        turned = direction_angle(self.model, self._before)
-        self._before = unit_weights(self.model)
         rows: dict[str, Tensor] = {}
-        for name, norm in norms.items():
+        for site in sites(self.model):
+            name, norm = site.path, whole(site.v_norm()).flatten()
+            step, now = scale(site, norm), unit_length(rows_of(site))
             rows[f"{name}/v_norm"] = norm.mean()
-            rows[f"{name}/effective_step"] = steps[name].mean()
-            rows[f"{name}/dead_units"] = (steps[name] == 0).sum()
-            rows[f"{name}/turned"] = turned[name].mean()
+            rows[f"{name}/effective_step"] = step.mean()
+            rows[f"{name}/dead_units"] = (step == 0).sum()
+            rows[f"{name}/turned"] = angles(now, self._before.get(name, now)).mean()
+            self._before[name] = now
         values = torch.stack([value.double().cpu() for value in rows.values()]).tolist()
         for tag, value in zip(rows, values, strict=True):
             self.log(f"{self.prefix}{tag}", value, self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is, for a checkpoint."""
-        return {"step": self.step, "before": self._before}
+        return {"step": self.step, "before": dict(self._before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.step, self._before = state["step"], state["before"]
+        self.step, self._before = state["step"], dict(state["before"])
 
     def close(self) -> None:
         """Stop watching."""

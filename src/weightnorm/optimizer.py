@@ -162,6 +162,14 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 }
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along; together with the model, or its weights are lost."""
+        return {**super().__getstate__(), "_held": self._held, "_inner": self._inner}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._ids = [id(p) for p in self._parameters()]
+
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (p for group in self.param_groups for p in group["params"])
 

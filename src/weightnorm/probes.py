@@ -35,9 +35,13 @@ def effective_step(model: nn.Module) -> dict[str, Tensor]:
 
     The direction of w turns by about learning rate × (|g|/‖v‖)·‖M∇w‖/‖v‖ in one step.
     """
-    norms = weight_norms(model)
-    lengths = {site.path: whole(site.parts().g).flatten().abs() for site in sites(model)}
-    return {path: torch.where(norms[path] == 0, 0.0, lengths[path] / norms[path]) for path in norms}
+    return {site.path: scale(site, whole(site.v_norm()).flatten()) for site in sites(model)}
+
+
+@torch.no_grad()
+def scale(site: Site, norm: Tensor) -> Tensor:
+    """|g|/‖v‖ of every unit, given ‖v‖; 0 for a zero row."""
+    return torch.where(norm == 0, 0.0, whole(site.parts().g).flatten().abs() / norm)
 
 
 @torch.no_grad()
@@ -49,7 +53,7 @@ def unit_weights(model: nn.Module) -> dict[str, Tensor]:
     >>> unit_weights(nn.ConvTranspose1d(2, 3, 5))["weight"].shape
     torch.Size([3, 10])
     """
-    found = {site.path: _rows(site) for site in sites(model)}
+    found = {site.path: rows_of(site) for site in sites(model)}
     for path, layer, name in chosen_weights(model):
         if path not in found:
             found[path] = unit_rows(getattr(layer, name), *unit_axis(layer, name)).clone()
@@ -64,12 +68,19 @@ def direction_angle(model: nn.Module, since: Mapping[str, Tensor]) -> dict[str, 
     and b it is 2·atan(‖a − b‖/‖a + b‖).
     """
     now = unit_weights(model)
-    angles = {}
-    for name, before in since.items():
-        a, b = (nn.functional.normalize(x, dim=1, eps=0) for x in (now[name], before))
-        apart, along = (whole(x.norm(dim=1)) for x in (a - b, a + b))
-        angles[name] = torch.nan_to_num(2 * torch.atan2(apart, along), 0.0)
-    return angles
+    return {name: angles(unit_length(now[name]), unit_length(rows)) for name, rows in since.items()}
+
+
+def unit_length(rows: Tensor) -> Tensor:
+    """Each row over its length; a zero row is not a number."""
+    directions: Tensor = rows / rows.norm(dim=1, keepdim=True)
+    return directions
+
+
+def angles(a: Tensor, b: Tensor) -> Tensor:
+    """Between rows of length 1; 0 where either is not a number."""
+    apart, along = (whole(x.norm(dim=1)) for x in (a - b, a + b))
+    return torch.nan_to_num(2 * torch.atan2(apart, along), 0.0)
 
 
 def example_gradients(
@@ -112,8 +123,8 @@ def gradient_covariance(gradients: Tensor) -> Tensor:
     return torch.einsum("kum,kun->umn", centred, centred) / len(gradients)
 
 
-class NoiseKurtosis(NamedTuple):
-    """Excess kurtosis, channel by channel, of what a batch estimates; 0 for Gaussian noise."""
+class BatchNoise(NamedTuple):
+    """What batches estimate of each channel: (draws, channels), or a statistic of it (channels)."""
 
     mean: Tensor
     variance: Tensor
@@ -121,21 +132,31 @@ class NoiseKurtosis(NamedTuple):
 
 
 @torch.no_grad()
-def noise_kurtosis(
+def batch_noise(
     t: Tensor, batch_size: int, draws: int = 1000, generator: torch.Generator | None = None
-) -> NoiseKurtosis:
-    """How heavy the tails are of the noise that a batch's statistics put on a pre-activation.
+) -> BatchNoise:
+    """The mean, variance and 1/σ of `draws` batches of `batch_size` examples of a pre-activation.
 
-    Mean-only batch norm adds the noise of the batch mean alone; full batch norm multiplies by 1/σ
-    of the batch (section 4). Batches of `batch_size` of the examples in t (examples, channels, …)
-    are drawn `draws` times; costs O(draws · batch_size) rows of t.
+    t is (examples, channels, …). Costs O(draws · batch_size) rows of (examples, channels).
     """
     x = t.flatten(2) if t.dim() > 2 else t[..., None]
     first, second = x.mean(2), x.square().mean(2)  # (examples, channels)
     rows = torch.randint(len(t), (draws, batch_size), generator=generator).to(t.device)
     mean = first[rows].mean(1)  # (draws, channels)
     variance = (second[rows].mean(1) - mean.square()).clamp_min(torch.finfo(t.dtype).tiny)
-    return NoiseKurtosis(*(excess_kurtosis(s) for s in (mean, variance, variance.rsqrt())))
+    return BatchNoise(mean, variance, variance.rsqrt())
+
+
+def noise_kurtosis(
+    t: Tensor, batch_size: int, draws: int = 1000, generator: torch.Generator | None = None
+) -> BatchNoise:
+    """How heavy the tails are of the noise that a batch's statistics put on a pre-activation:
+    excess kurtosis, channel by channel; 0 for Gaussian noise.
+
+    Mean-only batch norm adds the noise of the batch mean alone; full batch norm multiplies by 1/σ
+    of the batch (section 4). Drawn as in :func:`batch_noise`.
+    """
+    return BatchNoise(*map(excess_kurtosis, batch_noise(t, batch_size, draws, generator)))
 
 
 def excess_kurtosis(x: Tensor) -> Tensor:
@@ -144,7 +165,9 @@ def excess_kurtosis(x: Tensor) -> Tensor:
     return centred.pow(4).mean(0) / centred.square().mean(0).square() - 3
 
 
-def _rows(site: Site) -> Tensor:
+@torch.no_grad()
+def rows_of(site: Site) -> Tensor:
+    """The weight as a matrix with one row for each output unit; a copy."""
     dim, groups = site.axis
     return unit_rows(site.weight(), dim, groups).clone()
 

@@ -78,7 +78,8 @@ class Site:
     @property
     def chain(self) -> Any:
         """The tensor's parametrizations, weight norm first; empty for torch's hooked flavour."""
-        return dict(mechanism.parametrizations_of(self.module)).get(self.name, ())
+        found = mechanism.parametrizations_of(self.module)
+        return found[self.name] if self.name in found else ()  # noqa: SIM401 (it has no get)
 
     @property
     def map(self) -> Any:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from weightnorm.lab.allocation import keep_freed_memory
 from weightnorm.lab.experiments.config import require
 from weightnorm.lab.experiments.environment import pick_device
 from weightnorm.lab.parsing import UsageError, nearest, parse
@@ -61,6 +62,7 @@ def bench(words: list[str]) -> int:
     if options.list:
         _list({row.name: row.title for row in ROWS.values()})
         return 0
+    keep_freed_memory()  # as the lab's runs do
     rows = [ROWS[nearest(name, ROWS, "row")] for name in options.rows or ROWS]
     setting = _setting(options)
     old = load(options.compare) if options.compare else None

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 slower than before (bench --compare), 1
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,11 +24,11 @@ from weightnorm.lab.checkpoint_files import FileError, convert_file, inspect_fil
 from weightnorm.lab.data import fetch
 from weightnorm.lab.data.catalog import DATA_SETS
 from weightnorm.lab.data.fetch import DataError
-from weightnorm.lab.experiments import classify, draw, vae
+from weightnorm.lab.experiments import classify, dqn, draw, vae
 from weightnorm.lab.experiments.checkpoints import CheckpointError
 from weightnorm.lab.experiments.config import ConfigError
 from weightnorm.lab.experiments.outcome import render
-from weightnorm.lab.experiments.run import Interrupted, RunError, resume_command
+from weightnorm.lab.experiments.run import Interrupted, RunError
 from weightnorm.lab.experiments.sweep import Grid, sweep
 from weightnorm.lab.parsing import (
     UsageError,
@@ -36,10 +37,11 @@ from weightnorm.lab.parsing import (
     parse_config,
     parse_known,
     refuse_singular,
+    with_flags,
 )
 from weightnorm.lab.records import RecordError
 
-EXPERIMENTS: dict[str, ModuleType] = {"classify": classify, "vae": vae, "draw": draw}
+EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (classify, vae, draw, dqn)}
 OUT, ERR = Console(), Console(stderr=True)
 
 
@@ -111,15 +113,17 @@ class SweepOptions:
     cluster: str | None = None
     """Run on this Ray cluster instead: an address, or auto. The runs folder must be shared."""
     metric: str | None = None
-    """The result that decides which learning rate is best, lowest wins; by default the
-    experiment's own."""
+    """The result that decides which learning rate is best; by default the experiment's own, and
+    it knows whether the lowest or the highest wins."""
 
 
 def sweep_(words: list[str]) -> int:
     """Run a grid of experiments: parameterizations × learning rates × seeds."""
     module, rest = _experiment(words, "sweep")
-    options, rest = parse_known(SweepOptions, rest, f"sweep {module.NAME}", sweep_)
-    refuse_singular(rest, SweepOptions)
+    axes: dict[str, str] = getattr(module, "AXES", {})
+    kind = with_flags(SweepOptions, axes, "More than one to range over.")
+    options, rest = parse_known(kind, rest, f"sweep {module.NAME}", sweep_)
+    refuse_singular(rest, kind)
     base = parse_config(module, rest, f"sweep {module.NAME}")
     grid = Grid(
         experiment=module.NAME,
@@ -127,13 +131,19 @@ def sweep_(words: list[str]) -> int:
         parameterizations=options.parameterizations or tuple(module.LEARNING_RATES[base.preset]),
         learning_rates=options.learning_rates,
         seeds=options.seeds,
+        axes={axes[flag]: values for flag in axes if (values := getattr(options, flag))},
     )
     return _sweep(grid, ["sweep", *words], options)
 
 
 def _sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
-    metric = options.metric or EXPERIMENTS[grid.experiment].METRIC
-    result = sweep(grid, jobs=options.jobs, cluster=options.cluster, metric=metric, console=ERR)
+    module = EXPERIMENTS[grid.experiment]
+    metric = options.metric or module.METRIC
+    highest = metric in getattr(module, "HIGHER_IS_BETTER", ())
+    result = sweep(
+        grid, jobs=options.jobs, cluster=options.cluster, metric=metric, highest=highest,
+        console=ERR,
+    )  # fmt: skip
     OUT.print(render(result))
     if result.interrupted:
         _say_how_to_go_on(words)
@@ -146,31 +156,28 @@ class ClaimsOptions:
     """What the paper says about weight norm, claim by claim, with a verdict on each."""
 
     quick: bool = False
-    """Embedded digits, two minutes; else CIFAR-10, half an hour on two cores."""
+    """Embedded digits, under two minutes; else CIFAR-10, half an hour on two cores."""
     only: tuple[int, ...] = ()
     """Numbers of the claims to measure; by default all."""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """Seeds behind each empirical claim."""
+    seeds: tuple[int, ...] = ()
+    """Seeds behind each empirical claim; by default 1 to 5, or to 3 if quick."""
+    jobs: int | None = None
+    """Processes that measure; by default one for each core, or one if quick."""
     runs: Path = Path("runs")
-    """Folder of all records: those of the experiments are read, the claims' are kept there."""
+    """Folder of the records: the experiments' are read, the claims' kept."""
     data_dir: Path | None = None
     """Folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache."""
 
 
 def claims(words: list[str]) -> int:
     """Measure what the paper claims; the same command goes on where it was stopped."""
-    from weightnorm.lab.claims.measure import measure, newest
+    from weightnorm.lab.claims.measure import measure, table
     from weightnorm.lab.claims.workbench import Workbench
 
     options = parse(ClaimsOptions, words, "claims", claims)
     bench = Workbench(options.quick, options.seeds, options.data_dir, options.runs)
-    folder = measure(bench, options.only, ERR)
-    table = Table("claim", "section", "value", "the paper says", "n", "verdict", show_lines=True)
-    for row in newest(folder).values():
-        name = f"{row['number']}. {row['statement']}"
-        texts = (name, row["section"], row["value"], row["paper"], str(row["n"]), row["verdict"])
-        table.add_row(*map(escape, texts))
-    OUT.print(table)
+    folder = measure(bench, options.only, ERR, options.jobs)
+    OUT.print(table(folder))
     _say(OUT, f"record: {folder}; weightnorm report {options.runs} draws it")
     return 0
 
@@ -330,7 +337,7 @@ def _experiment(words: list[str], verb: str) -> tuple[ModuleType, list[str]]:
 
 
 def _say_how_to_go_on(words: list[str]) -> None:
-    _say(ERR, f"to go on:  {resume_command(words)}")
+    _say(ERR, f"to go on:  {shlex.join(['weightnorm', *words])}")
 
 
 def _complain(kind: str, error: Exception) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from rich.console import Console
@@ -63,6 +63,14 @@ def parse_known(kind: type[T], words: list[str], verb: str, about: Any) -> tuple
     """Options of a verb, and the words that are not among them."""
     both: tuple[T, list[str]] = _cli(kind, words, verb, about, {"return_unknown_args": True})
     return both
+
+
+def with_flags(kind: type[T], names: Iterable[str], about: str) -> type[T]:
+    """The options, and for each name a flag that takes words."""
+    words = Annotated[tuple[str, ...], tyro.conf.arg(help=about)]
+    more = [(name, words, dataclasses.field(default=())) for name in names]
+    doc = {"__doc__": kind.__doc__}
+    return make_dataclass(kind.__name__, more, bases=(kind,), namespace=doc, frozen=True)
 
 
 def refuse_singular(words: list[str], kind: Any) -> None:

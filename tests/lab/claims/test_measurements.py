@@ -1,14 +1,15 @@
-"""The measurements behind the verdicts, against what they are defined as; and the command."""
+"""The measurements behind the verdicts, against what they are defined as."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from commands import weightnorm
 from weightnorm import parts, weight_norm
-from weightnorm.lab.claims import cost, covariance, growth, noise
-from weightnorm.lab.claims.measure import CLAIMS, newest
-from weightnorm.lab.claims.workbench import WRAPS, Workbench
-from weightnorm.lab.records import load_record
+from weightnorm.lab.claims import cost, covariance, growth, noise, reinforcement
+from weightnorm.lab.claims.workbench import WRAPS, Workbench, shrunk
+from weightnorm.lab.data.replay import Batch
+from weightnorm.lab.experiments.run import RunError
 
 BENCH = Workbench(quick=True, seeds=(1,))
 
@@ -34,12 +35,28 @@ def test_the_loop_learns_and_repeats():
 def test_a_run_that_breaks_stops():
     model = BENCH.network("standard", 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
-    assert len(BENCH.train(model, optimizer, steps=50, batch=16, seed=1)) < 50
+    losses = BENCH.train(model, optimizer, steps=50, batch=16, seed=1, may_break=True)
+    assert len(losses) < 50
+
+
+def test_a_network_that_must_not_break_says_so():
+    model = BENCH.network("standard", 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+    with pytest.raises(RunError, match="broke at step"):
+        BENCH.train(model, optimizer, steps=50, batch=16, seed=1)
+
+
+def test_images_are_shrunk_to_means():
+    image = torch.tensor([[0, 2, 10, 20], [4, 6, 30, 41]], dtype=torch.uint8).expand(3, 3, 2, 4)
+    small = shrunk(image, 2)
+    assert small.dtype == torch.uint8
+    assert small[0, 0].tolist() == [[3, 25]]
+    assert shrunk(image, 1) is image
 
 
 def test_lengths_follow_pythagoras_only_under_gradient_descent():
-    plain, off = growth.lengths_in_training(BENCH, growth.OPTIMIZERS["gradient descent"], 5, 1)
-    _, off_with_adam = growth.lengths_in_training(BENCH, growth.OPTIMIZERS["Adam"], 5, 1)
+    plain, off = growth.lengths_in_training(BENCH, "gradient descent", 5, 1)
+    _, off_with_adam = growth.lengths_in_training(BENCH, "Adam", 5, 1)
     assert plain.shape[0] == 6
     assert off < 1e-12 < 1e-6 < off_with_adam
 
@@ -64,20 +81,55 @@ def test_the_covariance_of_v_in_brute_force():
         torch.testing.assert_close(found[0], d)
 
 
+def chance():
+    return torch.Generator().manual_seed(2)
+
+
 def test_alignment_sees_a_planted_direction():
+    torch.manual_seed(1)
     w = torch.randn(5, 20, dtype=torch.float64)
     planted = w[:, :, None] * w[:, None, :] + 0.01 * torch.eye(20)
-    found = covariance.alignment(planted, w, seed=1)
-    assert found["cosine"] == pytest.approx(1, abs=1e-6)
-    assert found["rayleigh"] == pytest.approx(1, abs=1e-6)
-    assert found["random"] < 0.6
-    even = covariance.alignment(torch.eye(20).double().expand(5, 20, 20), w, seed=1)
+    row = covariance.layer_row(planted, w, chance(), spectra=True)
+    for key in ("cosine", "cosine_dominant", "near", "rayleigh"):
+        assert row[key] == pytest.approx(1, abs=1e-6)
+    assert row["cosine_random"] < 0.6
+    assert row["closer"] == pytest.approx(1)  # what is left is a multiple of the identity
+    assert row["closer_random"] < 0.2
+    even = covariance.layer_row(
+        torch.eye(20).double().expand(5, 20, 20), w, chance(), spectra=False
+    )
     assert even["rayleigh"] == pytest.approx(even["rayleigh_random"])
 
 
-def test_evenness_of_known_spectra():
-    values = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 5.0]])
-    assert covariance.evenness(values, 4) == pytest.approx([1.0, 0.25])
+def test_near_is_one_of_the_dominant_eigenvectors():
+    c = torch.diag(torch.arange(20.0, 0.0, -1.0)).double()[None]
+    for eigenvector, near in ((0, 1.0), (4, 1.0), (5, 0.0)):
+        w = torch.eye(20).double()[eigenvector][None]
+        assert covariance.alignment(c, w)["near"] == near
+
+
+def test_a_dead_unit_has_no_say():
+    w = torch.randn(2, 4, dtype=torch.float64)
+    c = torch.stack([torch.eye(4).double(), torch.zeros(4, 4).double()])
+    assert covariance.layer_row(c, w, chance(), False) == covariance.layer_row(
+        c[:1], w[:1], chance(), False
+    )
+
+
+def test_the_distance_from_the_identity_in_brute_force():
+    torch.manual_seed(1)
+    a = torch.randn(6, 6, dtype=torch.float64)
+    c = a @ a.T
+    expected = (c / (c.trace() / 6) - torch.eye(6)).norm() / 6**0.5
+    found = covariance.distance(covariance.spectrum(c[None]))
+    torch.testing.assert_close(found[0], expected)
+
+
+def test_a_histogram_is_a_density():
+    torch.manual_seed(1)
+    found = torch.tensor(noise.histogram(torch.randn(4000, 5)))
+    assert found.sum() * 0.25 == pytest.approx(1, abs=0.01)
+    assert found[24] == pytest.approx(0.4, abs=0.03)
 
 
 def test_bytes_kept_for_the_backward_pass():
@@ -93,37 +145,20 @@ def test_activations_are_those_of_every_layer():
     assert [tuple(t.shape) for t in found] == [(7, 48)] * 3 + [(7, 10)]
 
 
-def test_the_command_measures_resumes_and_draws(tmp_path):
-    exact = [1, 2, 3, 7, 10, 11, 12, 13, 14, 17]
-    code, out, err = weightnorm("claims", "--quick", "--runs", tmp_path, "--only", *exact[:3])
-    assert code == 0, err
-    assert "claim 2 (2 of 3)" in err
-    code, out, err = weightnorm(
-        "claims", "--quick", "--runs", tmp_path, "--only", *exact, 4, 5, 8, 9, 15, 18, 20
-    )
-    assert code == 0, err
-    assert "claim 2 " not in err  # measured before
-    folder = tmp_path / "claims" / "quick"
-    rows = newest(folder)
-    assert {rows[n]["verdict"] for n in exact} == {"holds"}
-    assert rows[4]["verdict"] == "holds"
-    assert rows[18]["verdict"] == "not measured"
-    assert set(CLAIMS) - set(rows) == {6, 16, 19}
-    assert not load_record(folder).finished
-    assert "the paper says" in out
-    code, out, err = weightnorm("report", tmp_path, "--out", tmp_path / "report")
-    assert code == 0, err
-    page = (tmp_path / "report" / "index.html").read_text()
-    assert "s claims</h2>" in page
-    assert page.count("<figure>") == 5  # claims 4, 5, 8, 9 and 15
+def test_random_play_is_remembered_as_it_was(tmp_path):
+    torch.manual_seed(1)
+    replay = reinforcement.random_play(tmp_path / "replay", 30)
+    assert replay.steps == 30
+    assert replay.draw(8).states.shape == (8, 4, 84, 84)
+    assert set(replay.rewards.tolist()) <= {0.0, 1.0}
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [(("--only", 99), "there is no claim 99"), (("--only", 1, "--seeds", 5), "other settings")],
-)
-def test_what_cannot_be_measured_is_refused(tmp_path, words, says):
-    assert weightnorm("claims", "--quick", "--runs", tmp_path, "--only", 1)[0] == 0
-    code, _, err = weightnorm("claims", "--quick", "--runs", tmp_path, *words)
-    assert code == 2
-    assert says in err
+def test_what_the_values_leave_unexplained():
+    """An agent whose values are the targets explains all; one that is far off, nothing."""
+    states, rewards = torch.zeros(3, 4, 84, 84, dtype=torch.uint8), torch.tensor([1.0, 0.0, 0.0])
+    unseen = Batch(states, torch.tensor([0, 1, 0]), rewards, torch.ones(3), states)
+    config = SimpleNamespace(discount=1)
+    agent = SimpleNamespace(target=lambda x: torch.ones(len(x), 2), config=config)
+    right = torch.tensor([[1.0, 9.0], [9.0, 0.0], [0.0, 9.0]])
+    assert reinforcement.unexplained(agent, unseen, right) == 0
+    assert reinforcement.unexplained(agent, unseen, right + 10) == pytest.approx(100 / (2 / 9))

@@ -12,6 +12,7 @@ from weightnorm.lab.claims import (
     initialization,
     noise,
     recorded,
+    reinforcement,
     robustness,
 )
 from weightnorm.lab.claims.claim import (
@@ -57,11 +58,12 @@ def test_a_claim_is_as_true_as_its_weakest_part():
 
 
 def grown(shrinking=0.0, pythagoras=1e-15, momentum=1.5, adam=1.2):
-    other = {"shrinking": [0.1], "pythagoras": 0.3}
+    other = {"shrinking": [0.1, 0.1], "pythagoras": [0.3, 0.3]}
+    exact = {"shrinking": [0.0, shrinking], "pythagoras": [1e-16, pythagoras]}
     return {
-        "gradient descent": {"shrinking": [shrinking], "growth": [2.0], "pythagoras": pythagoras},
-        "momentum 0.9": {**other, "growth": [momentum]},
-        "Adam": {**other, "growth": [adam]},
+        "gradient descent": {**exact, "growth": [2.0, 2.0]},
+        "momentum 0.9": {**other, "growth": [momentum, 1.5]},
+        "Adam": {**other, "growth": [adam, 1.2]},
     }
 
 
@@ -73,53 +75,82 @@ def test_growth():
 
 
 def test_noise_and_growth():
-    assert growth.noise_verdict(around(0.1), around(0.1)) == HOLDS
-    assert growth.noise_verdict(around(0.1), around(0.0)) == QUALITATIVELY
-    assert growth.noise_verdict(around(-0.1), around(0.1)) == FAILS
+    up, level, down = around(0.1), around(0.0), around(-0.1)
+    assert growth.noise_verdict([up, up], [up, up]) == HOLDS
+    assert growth.noise_verdict([up, up], [up, level]) == QUALITATIVELY
+    assert growth.noise_verdict([up, level], [up, up]) == FAILS
+    assert growth.noise_verdict([down, down], [up, up]) == FAILS
     values = {128: [1.0, 1.1], 32: [1.2, 1.2], 8: [1.5, 1.6]}
-    assert growth.ordered(values).mean == pytest.approx(0.5)
+    assert [step.mean for step in growth.steps_up(values)] == pytest.approx([0.15, 0.35])
 
 
 def test_widths_and_losses_at_the_end():
-    rates = tuple(10.0**x for x in range(-4, 1))
-    assert robustness.width([2.3, 2.3, 0.1, 2.3, 2.3], rates) == pytest.approx(1)
-    assert robustness.width([0.1, 0.1, 0.1, 0.1, 0.1], rates) == pytest.approx(5)
-    chance = math.log(10)
-    assert robustness.at_the_end([1.0] * 5 + [math.nan], 10) == chance
+    chance, rates = math.log(10), len(robustness.RATES)
+    dip = [chance] * rates
+    assert robustness.width(dip) == 0  # nothing learned anywhere
+    dip[4] = 0.1
+    assert robustness.width(dip) == pytest.approx(0.5)
+    dip[5] = 0.1 + 0.15 * (chance - 0.1)
+    assert robustness.width(dip) == pytest.approx(0.5)
+    assert robustness.width(dip, within=0.2) == pytest.approx(1)
+    assert robustness.width([0.1] * rates) == pytest.approx(0.5 * rates)
+    assert robustness.at_the_end([1.0] * 5, 10) == chance
     assert robustness.at_the_end([9.0] * 10, 10) == chance
     assert robustness.at_the_end([2.0] * 8 + [0.5, 1.5], 10) == pytest.approx(1.0)
 
 
+def test_the_best_rate_is_that_of_the_mean_over_seeds():
+    assert robustness.best_rate([[1.0, 0.5, 2.0], [1.0, 0.9, 0.1]]) == 1
+
+
 def test_the_log_scale():
-    assert robustness.log_verdict([around(0.1), around(0.2)]) == HOLDS
-    assert robustness.log_verdict([around(0.0), around(0.2)]) == QUALITATIVELY
-    assert robustness.log_verdict([around(0.2), around(-0.2)]) == FAILS
+    up, level, down = around(0.1), around(0.0), around(-0.1)
+    assert robustness.log_verdict([up, up], [level, level]) == HOLDS
+    assert robustness.log_verdict([level, up], [level, up]) == QUALITATIVELY
+    assert robustness.log_verdict([up, down], [level, level]) == FAILS
+    assert robustness.log_verdict([up, up], [level, down]) == FAILS
 
 
 def test_the_dominant_direction():
-    random, above_random = around(0.1), around(0.2)
-    assert covariance.alignment_verdict(around(0.8), random, above_random) == HOLDS
-    assert covariance.alignment_verdict(around(0.3), random, above_random) == QUALITATIVELY
-    assert covariance.alignment_verdict(around(0.3), random, around(0.0)) == FAILS
-    assert covariance.alignment_verdict(around(0.1), random, above_random) == FAILS
+    often, seldom, more, none = around(0.8), around(0.2), around(0.2), around(0.0)
+    assert covariance.alignment_verdict(often, more, more) == HOLDS
+    assert covariance.alignment_verdict(seldom, more, more) == QUALITATIVELY
+    assert covariance.alignment_verdict(often, none, more) == FAILS
+    assert covariance.alignment_verdict(often, more, none) == FAILS
 
 
 def test_nearer_the_identity():
-    assert covariance.evenness_verdict(around(0.2)) == HOLDS
-    assert covariance.evenness_verdict(around(0.02)) == QUALITATIVELY
-    assert covariance.evenness_verdict(around(-0.2)) == FAILS
+    assert covariance.nearer_verdict(around(0.2), around(0.1)) == HOLDS
+    assert covariance.nearer_verdict(around(0.04), around(0.03)) == QUALITATIVELY
+    assert covariance.nearer_verdict(around(0.2), around(0.0)) == FAILS
+    assert covariance.nearer_verdict(around(-0.2), around(0.1)) == FAILS
+
+
+def test_networks_are_counted_not_their_layers():
+    rows = [{"seed": s, "x": x, "y": 1.0} for s, x in [(1, 2.0), (1, 4.0), (2, 7.0), (2, 9.0)]]
+    interval = covariance.over_seeds(rows, "x", less="y")
+    assert interval == Interval(4.5, 2.0, 7.0)
 
 
 def test_tails():
-    def gaps(large, small):
-        return {
-            16: {"variance": around(small), "inverse_std": around(small)},
-            100: {"variance": around(large), "inverse_std": around(large)},
-        }
+    def verdict(mean, small, large):
+        means = {16: around(mean), 100: around(mean)}
+        return noise.noise_verdict(means, {16: [around(small)] * 2, 100: [around(large)] * 2})
 
-    assert noise.noise_verdict(gaps(0.1, 0.5)) == HOLDS
-    assert noise.noise_verdict(gaps(0.0, 0.5)) == QUALITATIVELY
-    assert noise.noise_verdict(gaps(0.1, 0.0)) == FAILS
+    assert verdict(0.0, 2.0, 0.8) == HOLDS
+    assert verdict(0.0, 2.0, 0.2) == QUALITATIVELY
+    assert verdict(1.0, 2.0, 0.8) == QUALITATIVELY
+    assert verdict(0.0, 0.0, 0.8) == FAILS
+
+
+def test_batch_norm_in_deep_q_learning():
+    worse, same, better = around(0.5), around(0.0), around(-0.5)
+    assert reinforcement.stability_verdict(worse, worse, worse) == HOLDS
+    assert reinforcement.stability_verdict(worse, worse, same) == QUALITATIVELY
+    assert reinforcement.stability_verdict(better, worse, worse) == QUALITATIVELY
+    assert reinforcement.stability_verdict(same, better, worse) == FAILS
+    assert reinforcement.better([[2.0, 2.0], [1.0, 2.0]]) == [1.0, 2.0]
+    assert reinforcement.difference([2.0, 6.0], [1.0, 2.0]) == Interval(2.5, 1.0, 4.0)
 
 
 def test_independence():
@@ -147,6 +178,7 @@ def test_moments():
 def test_time_and_memory():
     assert cost.time_verdict(around(1.005), around(1.16)) == HOLDS
     assert cost.time_verdict(around(1.08), around(1.16)) == QUALITATIVELY
+    assert cost.time_verdict(Interval(1.03, 0.9, 1.2), around(1.16)) == FAILS  # too noisy to say
     assert cost.time_verdict(around(1.16), around(1.16)) == FAILS
     assert cost.memory_verdict([1000, 1000], weights=1000) == HOLDS
     assert cost.memory_verdict([1000, 2000], weights=1000) == FAILS

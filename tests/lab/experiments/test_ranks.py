@@ -128,6 +128,13 @@ def test_a_lost_rank_ends_the_run_in_time_and_the_same_command_goes_on(tmp_path,
     assert same(outcome(runs), outcome(whole))
 
 
+def test_batch_norm_on_several_cpus_is_refused_by_name(tmp_path, machine):
+    words = ("--parameterization", "batch-norm", "--runs", tmp_path)
+    code, said = machine(1, free_port(), *words).end()
+    assert code != 0
+    assert "torch synchronizes batch norm on GPUs only" in said
+
+
 @pytest.mark.parametrize(
     ("device", "backend", "gpu"),
     [

@@ -284,6 +284,24 @@ def test_arrays_are_kept_beside_the_record(tmp_path):
         assert arrays["images"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_steps_without_examples_are_saved_as_often_as_asked(tmp_path, monkeypatch):
+    config = replace(classify.PRESETS["demo"], runs=tmp_path)
+    with Run("classify", config, classify.PRESETS) as run:
+        run.restore()
+        saved, save = [], run.save
+        monkeypatch.setattr(
+            run, "save", lambda *path: (saved.append((run.epoch, run.step)), save())
+        )
+        for _ in run.epochs(2):
+            assert list(run.steps(5, save_every=2)) == [0, 1, 2, 3, 4]
+            run.log()
+    assert saved == [(0, 2), (0, 4), (1, 0), (1, 2), (1, 4), (2, 0)]
+    with Run("classify", config, classify.PRESETS) as run:
+        run.restore()
+        run.epoch, run.step = 1, 3
+        assert [list(run.steps(5)) for _ in run.epochs(2)] == [[3, 4]]
+
+
 def test_every_flag_is_explained_and_a_misspelt_one_is_refused():
     code, out, _ = weightnorm("run", "classify", "--help")
     assert code == 0

@@ -20,7 +20,7 @@ from rich.console import Console
 from commands import wait_for
 from weightnorm import Parameterization
 from weightnorm.lab import cli
-from weightnorm.lab.experiments import classify, sweep, workers
+from weightnorm.lab.experiments import classify, dqn, sweep, workers
 from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, what
 from weightnorm.lab.experiments.outcome import Cell, SweepResult, render, summarize
 from weightnorm.lab.experiments.run import RunError
@@ -193,6 +193,41 @@ def test_the_metric_decides():
     ]
     assert [c.best for c in summarize(records)] == [True, False]
     assert [c.best for c in summarize(records, "test_loss")] == [False, True]
+
+
+def test_the_highest_may_be_the_best():
+    records = [
+        record(rate=0.001, score=100.0),
+        record(rate=0.01, score=300.0),
+        record(rate=0.1, score=900.0),
+        record(rate=0.1, seed=2, score=None),  # diverged
+    ]
+    cells = summarize(records, "score", highest=True)
+    assert [cell.best for cell in cells] == [False, True, False]
+    table = render(SweepResult(records, metric="score", highest=True))
+    assert [row.style for row in table.rows] == ["", "bold", ""]
+
+
+def test_what_a_grid_ranges_over_besides_is_compared_apart(tmp_path):
+    axes = {"game": ("pong", "breakout")}
+    base = replace(dqn.PRESETS["demo"], runs=tmp_path)
+    plan = Grid("dqn", base, (WN,), (0.001, 0.01), axes=axes).plan()
+    labels = [job.label for job in plan]
+    assert labels == [
+        f"{game} weight-norm lr {rate} seed 1"
+        for game in ("pong", "breakout")
+        for rate in (0.001, 0.01)
+    ]
+    assert [after(job.words, "--game") for job in plan] == ["pong"] * 2 + ["breakout"] * 2
+    records = [
+        RunRecord(job.folder, "dqn", "demo", what(job.config), result={"score": score})
+        for job, score in zip(plan, (1.0, 2.0, 400.0, 300.0), strict=True)
+    ]
+    cells = summarize(records, "score", highest=True, axes=tuple(axes))
+    assert [(c.parameterization, c.learning_rate) for c in cells if c.best] == [
+        ("pong weight-norm", 0.01),
+        ("breakout weight-norm", 0.001),
+    ]
 
 
 def best(records):

@@ -106,6 +106,11 @@ def test_while_none_has_finished_the_furthest_stands_in():
     assert best_rate(rates, "error") == 0.2
 
 
+def test_the_highest_may_be_the_best():
+    rates = {0.1: [done(0.4)], 0.2: [done(0.9)], 0.3: [done(None)]}
+    assert best_rate(rates, "error", highest=True) == 0.2
+
+
 def test_of_two_alike_the_smaller_rate():
     assert best_rate({0.2: [done(0.4)], 0.1: [done(0.4)]}, "error") == 0.1
 

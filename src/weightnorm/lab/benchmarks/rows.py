@@ -6,9 +6,11 @@ from weightnorm.lab.benchmarks import (
     acting,
     centering,
     convnet,
+    dqn_steps,
     draw_step,
     growth,
     loop,
+    monitor_step,
     op,
     optimizer_step,
     recurrent,
@@ -32,6 +34,8 @@ ROWS: dict[str, Row] = {
         growth.ROW,
         loop.ROW,
         draw_step.ROW,
+        dqn_steps.ROW,
         vae_step.ROW,
+        monitor_step.ROW,
     )
 }

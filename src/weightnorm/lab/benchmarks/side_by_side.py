@@ -3,11 +3,15 @@ meets all of them."""
 
 from __future__ import annotations
 
+import multiprocessing
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 
 import torch
 
+Step = Callable[[], None]
 Call = Callable[[], float | None]
 """Does the work. What it returns is the measurement; None: how long it took."""
 
@@ -42,3 +46,40 @@ def _wait() -> None:
     """Let the device finish what it was given."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+@contextmanager
+def apart(makers: dict[str, Callable[[], Step]]) -> Iterator[dict[str, Step]]:
+    """Steps that are made, and then called from here, each in a process of its own: what one does
+    to its process, such as how it allocates, is not the others'."""
+    with ExitStack() as open_pipes:
+        yield {name: _elsewhere(make, open_pipes) for name, make in makers.items()}
+
+
+def _elsewhere(make: Callable[[], Step], open_pipes: ExitStack) -> Step:
+    context = multiprocessing.get_context("spawn")
+    pipe, its_end = context.Pipe()
+    process = context.Process(target=_serve, args=(make, its_end), daemon=True)
+    process.start()
+    its_end.close()
+    open_pipes.callback(process.join)
+    open_pipes.enter_context(pipe)  # closed, it ends the process
+    pipe.recv()
+
+    def step() -> None:
+        pipe.send(None)
+        pipe.recv()
+
+    return step
+
+
+def _serve(make: Callable[[], Step], pipe: Connection) -> None:
+    step = make()
+    pipe.send(None)
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        step()
+        pipe.send(None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -116,6 +116,12 @@ def bootstrap(values: Sequence[float], seed: int = 0, draws: int = 2000) -> Inte
     means = x[rows].mean(1)
     low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Interval(x.mean().item(), low, high)
+
+
+def series(name: str, x: Iterable[float], columns: Iterable[Sequence[float]]) -> Series:
+    """At each x the mean of a column of independent values, and its interval."""
+    y, low, high = zip(*map(bootstrap, columns), strict=True)
+    return Series(name, tuple(map(float, x)), y, low, high)
 
 
 def exactly(deviation: float, tolerance: float) -> Verdict:

@@ -21,48 +21,49 @@ from weightnorm.lab.claims.claim import (
 from weightnorm.lab.claims.workbench import Workbench
 
 WAYS = ("standard", "weight-norm", "batch-norm")
-NOT_NOTICEABLE = 1.02
+NOT_NOTICEABLE = 1.05
 
 
 @claim(
     16, "5.1", "A step is 16 % slower with batch norm, and not noticeably with weight norm",
     paper="1.16 and about 1",
-    measured="step time relative to standard, in turns within one run",
+    measured="step time relative to standard, in turns within one run; full: the paper's network "
+    "and batch, on this machine",
 )  # fmt: skip
 def step_time(bench: Workbench) -> Measured:
     """Interleaved, so that whatever else the machine does hits all alike."""
-    rounds = 12 if bench.quick else 30
-    models = {way: bench.network(way, bench.seeds[0]) for way in WAYS}
+    bench = bench.at_full_size
+    rounds, inner = (8, 5) if bench.quick else (7, 1)
+    models = {way: bench.network(way, bench.seeds[0], noise=True, width=1.0) for way in WAYS}
     optimizers = {way: torch.optim.Adam(m.parameters()) for way, m in models.items()}
     rows = torch.arange(100)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    inner = 5 if bench.quick else 1
-    for turn in range(rounds + 2):
+    for turn in range(rounds + 1):
         for way, model in models.items():
             began = time.perf_counter()
             for _ in range(inner):
                 optimizers[way].zero_grad()
                 bench.loss(model, rows).backward()
                 optimizers[way].step()
-            if turn >= 2:  # warmed up
-                seconds[way].append(time.perf_counter() - began)
+            if turn:  # warmed up
+                seconds[way].append((time.perf_counter() - began) / inner)
+        bench.crew.tell(turn + 1, rounds + 1)
     ratios = {
         way: bootstrap([a / b for a, b in zip(seconds[way], seconds["standard"], strict=True)])
         for way in WAYS[1:]
     }
     said = ", ".join(f"{way} {ratio}" for way, ratio in ratios.items())
-    value = f"{said}; standard {1000 * median(seconds['standard']) / inner:.1f} ms"
+    value = f"{said}; standard {1000 * median(seconds['standard']):.3g} ms"
     verdict = time_verdict(ratios["weight-norm"], ratios["batch-norm"])
-    return Measured(value, verdict, rounds, {way: tuple(ratio) for way, ratio in ratios.items()})
+    return Measured(value, verdict, rounds, {"ratios": ratios, "seconds": seconds})
 
 
 def time_verdict(weight_norm: Interval, batch_norm: Interval) -> Verdict:
-    """Weight norm's interval reaches down to 2 % and batch norm's lies wholly above weight norm's;
-    qualitatively if only the order holds."""
-    cheaper = weight_norm.high < batch_norm.low
-    if cheaper and weight_norm.low <= NOT_NOTICEABLE:
+    """Weight norm's interval lies below 5 % and batch norm's above; qualitatively if only the
+    order holds."""
+    if weight_norm.high <= NOT_NOTICEABLE < batch_norm.low:
         return HOLDS
-    return QUALITATIVELY if cheaper else FAILS
+    return QUALITATIVELY if weight_norm.high < batch_norm.low else FAILS
 
 
 @claim(

@@ -26,9 +26,9 @@ from weightnorm.layers import weight_names
     measured="pre-activations of every unit on the 500 images of the init batch and on 500 others",
 )  # fmt: skip
 def unit_pre_activations(bench: Workbench) -> Measured:
-    model = bench.network("weight-norm", bench.seeds[0], noise=False)
+    model = bench.network("weight-norm", bench.seeds[0])
     own = moments(model, bench.init_images(bench.seeds[0]))
-    others = moments(model, bench.init_images(bench.seeds[0] + 1000))
+    others = moments(model, bench.other_images(bench.seeds[0]))
     numbers = {
         "init batch: largest |mean|": own[0].abs().max().item(),
         "init batch: largest |std − 1|": (own[1] - 1).abs().max().item(),
@@ -54,7 +54,7 @@ def moments_verdict(numbers: dict[str, float]) -> Verdict:
 def same_start(bench: Workbench) -> Measured:
     outputs = {}
     for how in Parameterization:
-        model = bench.network(str(how), bench.seeds[0], noise=False)
+        model = bench.network(str(how), bench.seeds[0])
         with torch.no_grad():
             outputs[how] = model(bench.init_images(bench.seeds[0]))
     reference = outputs[Parameterization.STANDARD]

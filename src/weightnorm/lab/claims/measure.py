@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from weightnorm.lab.allocation import keep_freed_memory
 from weightnorm.lab.claims import (
     algebra,
     cost,
@@ -16,18 +22,25 @@ from weightnorm.lab.claims import (
     initialization,
     noise,
     recorded,
+    reinforcement,
     robustness,
 )
 from weightnorm.lab.claims.claim import CLAIMS
+from weightnorm.lab.claims.crew import Crew
+from weightnorm.lab.claims.progress import Shown
 from weightnorm.lab.claims.workbench import Workbench
-from weightnorm.lab.experiments.config import ConfigError
+from weightnorm.lab.experiments.config import ConfigError, require
 from weightnorm.lab.experiments.environment import environment
+from weightnorm.lab.experiments.run import Interrupted
 from weightnorm.lab.records import Row, append_row, load_record, read_rows, write_json
 
+SEEDS, QUICK_SEEDS = (1, 2, 3, 4, 5), (1, 2, 3)
 FROM_RECORDS = (18, 20)
 """Read anew each time: the records may have grown."""
 
-ROOMS = (algebra, cost, covariance, growth, initialization, noise, recorded, robustness)
+ROOMS = (
+    algebra, cost, covariance, growth, initialization, noise, recorded, reinforcement, robustness
+)  # fmt: skip
 """Whose claims are in the table: importing enters them."""
 
 
@@ -35,28 +48,38 @@ def measure(
     bench: Workbench,
     only: Sequence[int] = (),
     console: Console | None = None,
+    workers: int | None = None,
 ) -> Path:
     """Measure what is not measured yet; the record's folder."""
-    console = console or Console(stderr=True)
+    bench = replace(bench, seeds=bench.seeds or (QUICK_SEEDS if bench.quick else SEEDS))
+    workers = workers or (1 if bench.quick else os.cpu_count() or 1)
     folder = bench.runs / "claims" / ("quick" if bench.quick else "full")
     if unknown := [number for number in only if number not in CLAIMS]:
-        raise ConfigError(
-            f"there is no claim {unknown[0]}; there are {', '.join(map(str, CLAIMS))}"
-        )
+        there = ", ".join(map(str, sorted(CLAIMS)))
+        raise ConfigError(f"there is no claim {unknown[0]}; there are {there}")
+    require(len(set(bench.seeds)) > 1, "seeds", bench.seeds, "two or more, for an interval")
     open_record(folder, bench)
-    done = {row["number"]: row for row in read_rows(folder / "metrics.jsonl")}
+    done = newest(folder)
     wanted = sorted(set(only or CLAIMS))
-    for count, number in enumerate(wanted, 1):
-        if number in done and number not in FROM_RECORDS:
-            continue
-        claim = CLAIMS[number]
-        console.print(f"claim {number} ({count} of {len(wanted)}): {claim.statement}", markup=False)
-        found = claim.measure(bench)
-        console.print(f"  {found.verdict}: {found.value}", markup=False, highlight=False)
-        append_row(folder / "metrics.jsonl", claim.row(found))
+    left = [n for n in wanted if n not in done or n in FROM_RECORDS]
+    keep_freed_memory()
+    shown = Shown(console or Console(stderr=True), len(left))
+    crew = Crew(workers, folder / "parts.jsonl", shown.part)
+    bench = replace(bench, crew=crew)
+    try:
+        for number in left:
+            shown.begin(CLAIMS[number])
+            found = CLAIMS[number].measure(bench)
+            append_row(folder / "metrics.jsonl", CLAIMS[number].row(found))
+            shown.end(found)
+    except KeyboardInterrupt:
+        raise Interrupted(folder) from None
+    finally:
+        shown.close()
+        crew.close()
     rows = newest(folder)
     if set(rows) >= set(CLAIMS):
-        write_json(folder / "result.json", tally(rows))
+        write_json(folder / "result.json", Counter(row["verdict"] for row in rows.values()))
     return folder
 
 
@@ -79,9 +102,11 @@ def newest(folder: Path) -> dict[int, Row]:
     return dict(sorted(rows.items()))
 
 
-def tally(rows: dict[int, Row]) -> dict[str, int]:
-    """How many claims have each verdict."""
-    counts: dict[str, int] = {}
-    for row in rows.values():
-        counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
-    return counts
+def table(folder: Path) -> Table:
+    """The record, for a terminal."""
+    shown = Table("claim", "section", "value", "the paper says", "n", "verdict", show_lines=True)
+    for row in newest(folder).values():
+        name = f"{row['number']}. {row['statement']}"
+        words = (name, *(str(row[key]) for key in ("section", "value", "paper", "n", "verdict")))
+        shown.add_row(*map(escape, words))
+    return shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from weightnorm.lab.claims.claim import (
     FAILS,
@@ -20,6 +20,10 @@ from weightnorm.lab.records import RunRecord, find_records
 
 Means = dict[str, float]
 """Parameterization → a result at its best learning rate, mean over seeds; lower is better."""
+Groups = dict[str, list[RunRecord]]
+"""Parameterization → its runs."""
+PRESETS = ("paper", "cpu")
+"""The larger one counts."""
 
 
 @claim(
@@ -30,13 +34,14 @@ Means = dict[str, float]
 )  # fmt: skip
 def cifar_orderings(bench: Workbench) -> Measured:
     found = best(bench.runs, "classify", "train_error")
-    trains, tests = (means(found, metric) for metric in ("train_error", "test_error"))
-    presets = {record.preset for group in found.values() for record in group}
+    preset = next((p for p in PRESETS if p in found), "")
+    groups = found.get(preset, {})
+    trains, tests = (means(groups, metric) for metric in ("train_error", "test_error"))
     said = ", ".join(f"{way} {100 * error:.2f} %" for way, error in sorted(tests.items()))
-    value = f"{', '.join(sorted(presets))}: {said}" if found else "no records"
-    verdict = orderings_verdict(trains, tests, "paper" in presets)
+    value = f"{preset}: {said}" if groups else "no records"
+    verdict = orderings_verdict(trains, tests, preset == "paper")
     numbers = {"train_error": trains, "test_error": tests}
-    return Measured(value, verdict, sum(map(len, found.values())), numbers)
+    return Measured(value, verdict, sum(map(len, groups.values())), numbers)
 
 
 def orderings_verdict(trains: Means, tests: Means, at_scale: bool) -> Verdict:
@@ -50,7 +55,12 @@ def orderings_verdict(trains: Means, tests: Means, at_scale: bool) -> Verdict:
     return FAILS if at_scale else (QUALITATIVELY if faster or lowest else FAILS)
 
 
-EXPERIMENTS = {"vae": "test_negative_elbo", "draw": "test_negative_elbo", "dqn": "best_score"}
+EXPERIMENTS = {
+    "vae": ("test_negative_elbo", "data", 1.0),
+    "draw": ("test_negative_elbo", "", 1.0),
+    "dqn": ("best_score", "game", -1.0),
+}
+"""What each is judged by, what it may be done on, and −1 where higher is better."""
 
 
 @claim(
@@ -61,17 +71,23 @@ EXPERIMENTS = {"vae": "test_negative_elbo", "draw": "test_negative_elbo", "dqn":
 )  # fmt: skip
 def other_experiments(bench: Workbench) -> Measured:
     numbers: dict[str, Means] = {}
-    for experiment, metric in EXPERIMENTS.items():
-        sign = -1.0 if metric == "best_score" else 1.0  # a score is better if it is higher
-        found = best(bench.runs, experiment, metric, sign)
-        numbers[experiment] = {way: sign * x for way, x in means(found, metric).items()}
-    said = [
-        f"{experiment}: {', '.join(f'{way} {-x:.2f}' for way, x in found.items())}"
-        for experiment, found in numbers.items()
-        if found
-    ]
-    n = sum(len(found) for found in numbers.values())
+    said, n = [], 0
+    for experiment, (metric, subject, sign) in EXPERIMENTS.items():
+        found = best(bench.runs, experiment, metric, subject, sign)
+        for place, groups in found.items():
+            name = f"{experiment} {place}"
+            numbers[name] = {way: sign * x for way, x in means(groups, metric).items()}
+            said.append(f"{name}: {', '.join(_shown(way, g, metric) for way, g in groups.items())}")
+            n += sum(map(len, groups.values()))
+        if not found:
+            numbers[experiment] = {}
     return Measured("; ".join(said) or "no records", better_verdict(numbers), n, {**numbers})
+
+
+def _shown(way: str, group: list[RunRecord], metric: str) -> str:
+    values = [(record.result or {})[metric] for record in group]
+    spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
+    return f"{way} {fmean(values):.2f}{spread}"
 
 
 def better_verdict(numbers: dict[str, Means]) -> Verdict:
@@ -86,20 +102,28 @@ def better_verdict(numbers: dict[str, Means]) -> Verdict:
     return QUALITATIVELY if all(ahead) and len(pairs) == len(numbers) else NEEDS_SCALE
 
 
-def means(found: dict[str, list[RunRecord]], metric: str) -> Means:
+def means(found: Groups, metric: str) -> Means:
     return {way: fmean((x.result or {})[metric] for x in group) for way, group in found.items()}
 
 
-def best(runs: Path, experiment: str, metric: str, sign: float = 1.0) -> dict[str, list[RunRecord]]:
-    """Finished runs of each parameterization at the learning rate with the lowest mean."""
-    groups: dict[str, dict[float, list[RunRecord]]] = {}
+def best(
+    runs: Path, experiment: str, metric: str, subject: str = "", sign: float = 1.0
+) -> dict[str, Groups]:
+    """Preset (and subject: data, game) → finished runs of each parameterization at the learning
+    rate with the lowest mean."""
+    places: dict[str, dict[str, dict[float, list[RunRecord]]]] = {}
     for record in find_records(runs)[0] if runs.is_dir() else []:
         result = record.result or {}
         if record.experiment == experiment and record.preset != "demo" and metric in result:
+            place = " ".join([record.preset, *([record.config[subject]] if subject else [])])
             way, rate = record.config["parameterization"], record.config["learning_rate"]
-            groups.setdefault(way, {}).setdefault(rate, []).append(record)
+            rates = places.setdefault(place, {}).setdefault(way, {})
+            rates.setdefault(rate, []).append(record)
 
     def mean(group: list[RunRecord]) -> float:
         return fmean(sign * (record.result or {})[metric] for record in group)
 
-    return {way: min(rates.values(), key=mean) for way, rates in groups.items()}
+    return {
+        place: {way: min(rates.values(), key=mean) for way, rates in ways.items()}
+        for place, ways in sorted(places.items())
+    }

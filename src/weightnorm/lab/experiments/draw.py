@@ -81,7 +81,7 @@ class Config(RunConfig):
 PAPER = Config(preset="paper", learning_rate=0.0003)
 PRESETS = {
     "paper": PAPER,
-    "cpu": replace(PAPER, preset="cpu", steps=16, read_size=5, epochs=25, learning_rate=0.001),
+    "cpu": replace(PAPER, preset="cpu", steps=16, read_size=5, epochs=20, learning_rate=0.001),
     "demo": replace(
         PAPER,
         preset="demo",
@@ -97,7 +97,7 @@ PRESETS = {
 }
 SIZES = {
     "paper": ("64 steps, 256 units", "100 epochs", "a GPU, days"),
-    "cpu": ("16 steps, 256 units", "25 epochs", "two cores, about 25 minutes"),
+    "cpu": ("16 steps, 256 units", "20 epochs", "two cores, about 25 minutes"),
     "demo": ("8 steps, 64 units", "embedded digits", "a minute"),
 }
 LEARNING_RATES = {

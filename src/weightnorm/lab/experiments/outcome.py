@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from statistics import fmean, stdev
 
@@ -24,6 +25,10 @@ class SweepResult:
     interrupted: bool = False
     """Whether it was stopped before every run had ended."""
     metric: str = "test_error"
+    highest: bool = False
+    """Whether the highest metric is the best."""
+    axes: tuple[str, ...] = ()
+    """Fields that the grid ranges over besides parameterization, learning rate and seed."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Cell:
     """One parameterization at one learning rate: the metric over the seeds."""
 
     parameterization: str
+    """With the values of further axes before it."""
     learning_rate: float
     n: int
     """Runs that finished with a number."""
@@ -44,20 +50,27 @@ class Cell:
     """Whether this learning rate is the parameterization's best."""
 
 
-def summarize(records: Iterable[RunRecord], metric: str = "test_error") -> list[Cell]:
+def summarize(
+    records: Iterable[RunRecord],
+    metric: str = "test_error",
+    highest: bool = False,
+    axes: Sequence[str] = (),
+) -> list[Cell]:
     """The cells of a grid, parameterizations as they come, learning rates ascending.
 
-    Best is the lowest mean among the learning rates at which no run diverged, or else among all;
-    of equal ones the one with more runs, then the smaller rate.
+    Best is the lowest mean, or the `highest`, among the learning rates at which no run diverged,
+    or else among all; of equal ones the one with more runs, then the smaller rate.
     """
     groups: dict[str, dict[float, list[RunRecord]]] = {}
     for record in records:
-        rates = groups.setdefault(str(record.config["parameterization"]), {})
+        place = " ".join(str(record.config[field]) for field in (*axes, "parameterization"))
+        rates = groups.setdefault(place, {})
         rates.setdefault(float(record.config["learning_rate"]), []).append(record)
     cells = []
     for how, rates in groups.items():
         row = [_cell(how, rate, rates[rate], metric) for rate in sorted(rates)]
-        best = min((cell for cell in row if cell.n), key=_rank, default=None)
+        rank = partial(_rank, sign=-1 if highest else 1)
+        best = min((cell for cell in row if cell.n), key=rank, default=None)
         cells += [replace(cell, best=cell is best) for cell in row]
     return cells
 
@@ -79,9 +92,9 @@ def _cell(how: str, rate: float, records: Sequence[RunRecord], metric: str) -> C
     )
 
 
-def _rank(cell: Cell) -> tuple[bool, float, int, float]:
+def _rank(cell: Cell, sign: int) -> tuple[bool, float, int, float]:
     assert cell.mean is not None
-    return cell.diverged > 0, cell.mean, -cell.n, cell.learning_rate
+    return cell.diverged > 0, sign * cell.mean, -cell.n, cell.learning_rate
 
 
 def render(result: SweepResult) -> Table:
@@ -90,7 +103,7 @@ def render(result: SweepResult) -> Table:
     metrics = [result.metric, *_others(result)]
     names = [metric.replace("_", " ") for metric in metrics]
     table = Table("parameterization", "learning rate", *names, "n", "")
-    columns = [summarize(result.records, metric) for metric in metrics]
+    columns = [summarize(result.records, metric, result.highest, result.axes) for metric in metrics]
     for how, rows in groupby(zip(*columns, strict=True), key=lambda row: row[0].parameterization):
         for i, row in enumerate(rows):
             style = "bold" if row[0].best else ""

@@ -21,21 +21,21 @@ from __future__ import annotations
 
 import fcntl
 import io
-import shlex
+import math
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from weightnorm.collective import RankLost
-from weightnorm.diagnostics import unit_weights
+from weightnorm.lab.allocation import keep_freed_memory
 from weightnorm.lab.experiments.checkpoints import (
     load_checkpoint,
     random_state,
@@ -44,6 +44,7 @@ from weightnorm.lab.experiments.checkpoints import (
 )
 from weightnorm.lab.experiments.config import ConfigError, RunConfig, folder, recorded, what
 from weightnorm.lab.experiments.environment import environment, pick_device
+from weightnorm.lab.experiments.failure import longest
 from weightnorm.lab.experiments.progress import Reporter, Silent, reporter
 from weightnorm.lab.experiments.ranks import Ranks
 from weightnorm.lab.experiments.sums import Sums, stacked
@@ -57,6 +58,7 @@ from weightnorm.lab.records import (
     write_json,
 )
 
+T = TypeVar("T")
 LIVE_SECONDS = 0.5
 """How often the live metrics are read off the device; each reading waits for it."""
 
@@ -106,6 +108,7 @@ class Run:
             self.ranks.gather(None, "the folder")  # there, and ours, before any rank goes on
             for which in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[which] = signal.signal(which, self._on_signal)
+            keep_freed_memory()
             torch.manual_seed(self.config.seed)
         except BaseException as error:
             self._close()
@@ -242,20 +245,28 @@ class Run:
     def batches(self, examples: int, size: int) -> Iterator[Tensor]:
         """This rank's rows of each minibatch still to do in this epoch, reshuffled every epoch."""
         order = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.epoch)
-        batches = torch.randperm(examples, generator=order).split(size)
-        self._reporter.epoch(self.epoch, len(batches), self.step)
-        began = saved = shown = time.monotonic()
-        before = self.seconds
-        for rows in batches[self.step :]:
+        for rows in self._watched(torch.randperm(examples, generator=order).split(size)):
             self.batch = len(rows)
             yield self.ranks.share(rows)
+
+    def steps(self, count: int, save_every: float = math.inf) -> Iterator[int]:
+        """The steps still to do in this epoch, where it is not over examples."""
+        return self._watched(range(count), save_every)
+
+    def _watched(self, steps: Sequence[T], save_every: float = math.inf) -> Iterator[T]:
+        """What is left of an epoch's steps; in between, progress, checkpoints, the end if asked."""
+        self._reporter.epoch(self.epoch, len(steps), self.step)
+        began = saved = shown = time.monotonic()
+        before, saved_at = self.seconds, self.step
+        for step in steps[self.step :]:
+            yield step
             self.step += 1
             now = time.monotonic()
             self.seconds = before + now - began
             live = now - shown > LIVE_SECONDS
             self._reporter.step(self.step, _shown(self.totals.means) if live else "")
             shown = now if live else shown
-            due = now - saved > self.config.checkpoint_seconds
+            due = now - saved > self.config.checkpoint_seconds or self.step - saved_at >= save_every
             # On an accelerator looking at the sums waits for it, so not at every step.
             broken = (live or due or self.device.type == "cpu") and not self.totals.finite
             stop, due, broken = self.ranks.any(self._stop, due, broken)
@@ -263,7 +274,7 @@ class Run:
                 self._fail()
             if due:
                 self.save()
-                saved = time.monotonic()
+                saved, saved_at = time.monotonic(), self.step
             self._stop_if(stop)
 
     def add(self, **amounts: Tensor | float) -> None:
@@ -319,25 +330,13 @@ class Run:
         state = self.folder / "failed.pt"
         self.save(state)
         sums = ", ".join(f"{name} {float(value):g}" for name, value in self.totals.items())
+        weights = longest(self.stateful.get("model"))
         raise RunError(
             f"not finite at epoch {self.epoch + 1}, step {self.step}: {sums}.\n"
-            f"The longest weights, each the norm of its longest unit: {self._longest()}.\n"
+            f"The longest weights, each the norm of its longest unit: {weights}.\n"
             f"The state is in {state}; the checkpoint from before it is kept. "
             "A smaller --learning-rate is the usual way out"
         )
-
-    def _longest(self, count: int = 5) -> str:
-        model = self.stateful.get("model")
-        weights = unit_weights(model) if isinstance(model, nn.Module) else {}
-        norms = {name: w.norm(dim=1).max().item() for name, w in weights.items()}
-        # Those that are not numbers first.
-        longest = sorted(norms, key=lambda name: (norms[name] == norms[name], -norms[name]))
-        return ", ".join(f"{name} {norms[name]:.4g}" for name in longest[:count])
-
-
-def resume_command(words: list[str]) -> str:
-    """The command that goes on with a run."""
-    return shlex.join(["weightnorm", *words])
 
 
 def _shown(metrics: Mapping[str, float]) -> str:

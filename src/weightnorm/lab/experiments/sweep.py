@@ -12,10 +12,11 @@ import importlib
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -50,6 +51,8 @@ class Grid:
     learning_rates: Sequence[float] = ()
     """Empty: for each parameterization, what the paper chose."""
     seeds: Sequence[int] = (1,)
+    axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """More that it ranges over: field → values."""
 
     def plan(self, command: Sequence[str] = COMMAND) -> list[Job]:
         """The runs, seed by seed; ConfigError if one is impossible or two are the same."""
@@ -58,14 +61,15 @@ class Grid:
         module = importlib.import_module(f"weightnorm.lab.experiments.{self.experiment}")
         preset = start_of(self.base, module.PRESETS)
         jobs: dict[Path, Job] = {}
-        for seed, how in product(self.seeds, self.parameterizations):
+        for seed, how, *more in product(self.seeds, self.parameterizations, *self.axes.values()):
+            base = replace(self.base, **dict(zip(self.axes, more, strict=True)))
             for rate in self.learning_rates or [module.LEARNING_RATES[self.base.preset][how]]:
-                config = replace(self.base, parameterization=how, learning_rate=rate, seed=seed)
+                config = replace(base, parameterization=how, learning_rate=rate, seed=seed)
                 place = folder(self.experiment, config, module.PRESETS)
                 if place in jobs:
                     raise ConfigError(f"two runs of the grid are {place}; name each value once")
                 words = (*command, self.experiment, *flags(config, preset))
-                label = f"{how} lr {rate:g} seed {seed}"
+                label = " ".join([*map(str, more), f"{how} lr {rate:g} seed {seed}"])
                 jobs[place] = Job(label, self.experiment, config, words, place)
         return list(jobs.values())
 
@@ -103,6 +107,7 @@ def sweep(
     jobs: int = 1,
     cluster: str | None = None,
     metric: str = "test_error",
+    highest: bool = False,
     console: Console | None = None,
     command: Sequence[str] = COMMAND,
     patience: float = 60.0,
@@ -112,6 +117,8 @@ def sweep(
 
     A run that fails does not stop the others. After Ctrl-C or SIGTERM the runs are asked to save
     and stop; after another, or when `patience` seconds have passed, they are killed.
+
+    The `metric` decides which learning rate is best: the lowest, or the `highest`.
     """
     require(jobs >= 1, "jobs", jobs, "1 or more")
     plan = (grid if cluster is None else grid.anywhere()).plan(command)
@@ -123,7 +130,8 @@ def sweep(
         with workers(jobs, cluster) as crew, Stop(patience) as stop, board:
             failed = execute(left, crew, stop, board)
             interrupted = bool(left or board.counts["stopped"])
-    return SweepResult([recorded(job) for job in plan], failed, interrupted, metric)
+    records = [recorded(job) for job in plan]
+    return SweepResult(records, failed, interrupted, metric, highest, tuple(grid.axes))
 
 
 def execute(left: deque[Job], crew: Workers, stop: Stop, board: Board) -> list[tuple[str, str]]:

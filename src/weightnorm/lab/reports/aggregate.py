@@ -105,8 +105,8 @@ def epoch_seconds(record: RunRecord) -> float:
     return stat(series(record, "seconds").values()).mean
 
 
-def best_rate(rates: dict[float, list[RunRecord]], metric: str) -> float:
-    """The learning rate whose finished runs end lowest in the mean.
+def best_rate(rates: dict[float, list[RunRecord]], metric: str, highest: bool = False) -> float:
+    """The learning rate whose finished runs end lowest in the mean, or highest.
 
     A rate at which a run ended without a number comes after all others. While no run has finished,
     the rate that has come furthest stands in.
@@ -116,6 +116,7 @@ def best_rate(rates: dict[float, list[RunRecord]], metric: str) -> float:
         done = [record for record in rates[rate] if record.finished]
         end = stat(final(record, metric) for record in done or rates[rate])
         epochs = 0 if done else max(len(record.metrics) for record in rates[rate])
-        return not done, -epochs, end.mean if end.complete else math.inf, rate
+        mean = -end.mean if highest else end.mean
+        return not done, -epochs, mean if end.complete else math.inf, rate
 
     return min(rates, key=rank)

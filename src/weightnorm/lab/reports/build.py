@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightnorm.lab.records import RunRecord, find_records, write_atomically
-from weightnorm.lab.reports import bench, claims, classify, generic, vae
+from weightnorm.lab.reports import bench, claims, classify, dqn, generic, vae
 from weightnorm.lab.reports import draw as draw_
 from weightnorm.lab.reports.comparison import grouped
 from weightnorm.lab.reports.figures import draw
@@ -21,6 +21,7 @@ SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {
     "classify": classify.section,
     "vae": vae.section,
     "draw": draw_.section,
+    "dqn": dqn.section,
 }
 """Experiment → its section. An experiment that is not here gets `generic.section`."""
 

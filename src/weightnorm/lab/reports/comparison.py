@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -23,7 +23,9 @@ class Comparison:
     label: str
     records: list[RunRecord]
     metric: str
-    """Judges a learning rate by its mean at the end; lower is better."""
+    """Judges a learning rate by its mean at the end."""
+    highest: bool = False
+    """Whether the highest is the best; else the lowest."""
 
     @cached_property
     def grid(self) -> dict[str, dict[float, list[RunRecord]]]:
@@ -33,8 +35,9 @@ class Comparison:
     @cached_property
     def best(self) -> dict[str, tuple[float, list[RunRecord]]]:
         """Each parameterization's best learning rate, and the runs at it."""
-        rates = {kind: best_rate(rates, self.metric) for kind, rates in self.grid.items()}
-        return {kind: (rate, self.grid[kind][rate]) for kind, rate in rates.items()}
+        best = partial(best_rate, metric=self.metric, highest=self.highest)
+        chosen = {kind: best(rates) for kind, rates in self.grid.items()}
+        return {kind: (rate, self.grid[kind][rate]) for kind, rate in chosen.items()}
 
 
 def comparisons(records: list[RunRecord], metric: str) -> list[Comparison]:

@@ -29,8 +29,10 @@ CITED = (
 USUAL = {"steps": "64", "hidden": "256", "epochs": "100", "limit": "none", "attention": "True"}
 ZOOM = 4
 """Pixels of a picture for each pixel of a drawing, so that a thin square fits around some."""
-COLUMNS = 10
-"""Of samples, and steps of a drawing that are shown side by side."""
+COLUMNS, FRAMES = 10, 32
+"""Of samples, and steps of a drawing that are shown side by side; and of one that moves."""
+LAST = 10
+"""How many times longer the end of a moving drawing is shown."""
 SQUARE = np.array([213, 94, 0], np.uint8)
 
 Pixels = NDArray[np.uint8]
@@ -169,7 +171,8 @@ def albums_of(record: RunRecord) -> list[Album]:
         if {"samples", "drawings", "boxes"} <= set(arrays):
             images, steps = (arrays[name].astype(np.uint8) for name in ("samples", "drawings"))
             boxes = np.nan_to_num(arrays["boxes"].astype(np.float32))
-            if images.ndim == 3 and steps.ndim == 4 and boxes.shape == (*steps.shape[:2], 3):
+            fit = images.ndim == 3 and steps.ndim == 4 and boxes.shape == (*steps.shape[:2], 3)
+            if fit and images.size and steps.size:
                 found.append(Album(epoch, images, steps, boxes))
     return found
 
@@ -192,10 +195,10 @@ def drawings(album: Album, name: str, of: str) -> list[Picture]:
             for canvases, boxes in zip(album.drawings, album.boxes, strict=True)
         ]
     )  # (T, n, height, width, 3)
-    chosen = np.unique(np.linspace(0, len(steps) - 1, COLUMNS).round().astype(int))
+    chosen = _spread(len(steps), COLUMNS)
     still = grid(steps[chosen].swapaxes(0, 1).reshape(-1, *steps.shape[2:]), len(chosen))
-    moving = np.stack([grid(step, columns=-(-len(step) // 2)) for step in steps])
-    moving = np.concatenate([moving, moving[-1:].repeat(len(steps) // 2, 0)])  # to look at the end
+    frames = [grid(step, -(-len(step) // 2)) for step in steps[_spread(len(steps), FRAMES)]]
+    moving = np.stack(frames + frames[-1:] * LAST)
     at = ", ".join(str(step + 1) for step in chosen)
     square = "The square is what the step's filters span."
     return [
@@ -223,3 +226,8 @@ def squared(canvas: Pixels, box: NDArray[np.float32]) -> Pixels:
     image[[top, bottom], left : right + 1] = SQUARE
     image[top : bottom + 1, [left, right]] = SQUARE
     return image
+
+
+def _spread(count: int, most: int) -> NDArray[np.int_]:
+    """At most that many steps, the first and the last among them, evenly spread."""
+    return np.unique(np.linspace(0, count - 1, most).round().astype(int))

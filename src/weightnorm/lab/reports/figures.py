@@ -12,7 +12,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import (
+    FixedLocator,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+    StrMethodFormatter,
+)
 from PIL import Image
 
 from weightnorm.lab.reports.bars import bar_figure
@@ -110,9 +117,11 @@ def figure(plot: Plot) -> Figure:
 
 
 def _draw_line(axes: Axes, line: Line) -> Line2D:
+    low, high = line.low, line.high
     if line.spread:
-        low = [y - spread for y, spread in zip(line.y, line.spread, strict=True)]
-        high = [y + spread for y, spread in zip(line.y, line.spread, strict=True)]
+        low = tuple(y - spread for y, spread in zip(line.y, line.spread, strict=True))
+        high = tuple(y + spread for y, spread in zip(line.y, line.spread, strict=True))
+    if low:
         axes.fill_between(line.x, low, high, color=line.look.colour, alpha=0.18, linewidth=0)
     return axes.plot(
         line.x,
@@ -131,6 +140,10 @@ def _scale(axes: Axes, plot: Plot) -> None:
         axes.set_ylim(bottom=0)
     if plot.log_y:
         axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     if plot.log_x:
         axes.set_xscale("log")
         ticks = sorted({x for line in plot.lines for x in line.x})

@@ -14,7 +14,7 @@ from weightnorm.lab.reports.looks import Look
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a plot: y over x, with a band of ± spread around it."""
+    """A line of a plot: y over x, with a band around it: ± spread, or from low to high."""
 
     name: str
     look: Look
@@ -24,6 +24,9 @@ class Line:
     """Half the band's width at each x; empty for no band."""
     unfinished: bool = False
     """Dashed: the run has not come to its end."""
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    """The band's edges, where it is not even; empty for no such band."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from weightnorm.lab.reports import report
-from weightnorm.lab.reports.draw import SQUARE, ZOOM, section, squared
+from weightnorm.lab.reports.draw import LAST, SQUARE, ZOOM, section, squared
 from weightnorm.lab.reports.section import Picture, Plot, Table
 
 SIDE, STEPS = 6, 12
@@ -141,7 +141,7 @@ def test_pictures_of_each_parameterization(drawn):
     samples, _, still, moving = pictures[:4]
     assert samples.frames.shape == (1, 10 * (SIDE + 1) - 1, 10 * (SIDE + 1) - 1)
     assert still.frames.shape == (1, 8 * (SIDE * ZOOM + 1) - 1, 10 * (SIDE * ZOOM + 1) - 1, 3)
-    assert len(moving.frames) == STEPS + STEPS // 2
+    assert len(moving.frames) == STEPS + LAST
     assert (moving.frames[-1] == moving.frames[STEPS - 1]).all()
     assert (moving.frames[0] != moving.frames[1]).any()
     assert "Steps 1, 2, 3, 5, 6, 7, 8, 10, 11, 12 " in still.caption
@@ -169,6 +169,7 @@ def test_a_square_is_where_the_box_says_and_inside_the_picture():
         lambda kept: kept.update(boxes=kept["boxes"][:-1]),
         lambda kept: kept.update(samples=kept["samples"][0]),
         lambda kept: kept.update(drawings=kept["drawings"][0]),
+        lambda kept: kept.update(drawings=kept["drawings"][:0], boxes=kept["boxes"][:0]),
     ],
 )
 def test_what_is_not_whole_is_not_drawn(drawn, damage):
@@ -191,4 +192,4 @@ def test_the_page_holds_the_pictures(drawn, tmp_path):
     assert page.count("<img") == 4
     assert "data:image/gif;base64" in page
     moving = (tmp_path / "out" / "figures" / "draw-cpu-standard-moving.gif").read_bytes()
-    assert Image.open(io.BytesIO(moving)).n_frames > STEPS // 2
+    assert Image.open(io.BytesIO(moving)).n_frames >= STEPS

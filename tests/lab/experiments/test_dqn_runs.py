@@ -1,0 +1,113 @@
+"""Experiment 4 through the real command line, on a real game: killed, stopped, swept, reported."""
+
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from commands import outcome, run_folder, same, started, wait_for, weightnorm
+from weightnorm.lab import cli
+from weightnorm.lab.records import find_records, load_record
+from weightnorm.lab.reports import report
+
+TINY = (
+    "run", "dqn", "--preset", "demo", "--game", "breakout", "--width", 0.125, "--batch-size", 8,
+    "--epochs", 2, "--train-steps", 200, "--test-steps", 100, "--replay-start", 40,
+    "--replay-size", 60, "--init-states", 20,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The same run, never disturbed."""
+    runs = tmp_path_factory.mktemp("reference")
+    code, out, err = weightnorm(*TINY, "--runs", runs)
+    assert code == 0, err
+    assert "best score" in out
+    return runs
+
+
+def test_a_run_leaves_its_record(reference):
+    record = load_record(run_folder(reference))
+    assert record.folder.relative_to(reference).parts[2:] == (
+        "breakout", "weight-norm", "lr-0.0003", "seed-1"
+    )  # fmt: skip
+    assert set(record.result) == {"best_score", "score", "mean_q", "random_score", "seconds"}
+    assert record.result["best_score"] == max(record.column("score"))
+    assert [row["epsilon"] for row in record.metrics] == pytest.approx([0.904, 0.784])
+    assert not list(record.folder.glob("replay*"))
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, reference):
+    """In learning and in testing: the replay, the games and all chances go on where they were."""
+    chance = random.Random(1)
+    command = (*TINY, "--runs", tmp_path, "--checkpoint-seconds", 0.02)
+    kills, steps = 0, set()
+    while kills < 2:
+        process = started(*command)
+        try:
+            wait_for(lambda p=process: p.poll() is not None or [*tmp_path.rglob("checkpoint.pt")])
+            time.sleep(chance.uniform(0, 0.6))
+            process.kill()
+        finally:
+            process.communicate()
+        if process.returncode == 0:  # it was quicker
+            break
+        kills += 1
+        state = torch.load(run_folder(tmp_path) / "checkpoint.pt", weights_only=True)
+        steps.add((state["epoch"], state["step"]))
+    assert kills
+    assert weightnorm(*command)[0] == 0
+    assert same(outcome(tmp_path), outcome(reference)), steps
+
+
+def test_stopped_while_it_is_tested_it_saves(tmp_path, reference):
+    command = (*TINY, "--runs", tmp_path, "--checkpoint-seconds", 0)
+    process = started(*command)
+
+    def testing():
+        files = list(tmp_path.rglob("checkpoint-previous.pt"))
+        return files and torch.load(files[0], weights_only=True)["step"] > 200
+
+    wait_for(lambda: process.poll() is not None or testing())
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "everything is saved" in err
+    state = torch.load(run_folder(tmp_path) / "checkpoint.pt", weights_only=True)
+    assert 200 < state["step"] < 300
+    assert weightnorm(*TINY, "--runs", tmp_path)[0] == 0
+    assert same(outcome(tmp_path), outcome(reference))
+
+
+def test_a_sweep_over_games_and_its_report(tmp_path, capsys):
+    settings = [str(word) for word in TINY[4:] if word not in ("--game", "breakout")]
+    grid = ["--games", "breakout", "enduro", "--parameterizations", "standard"]
+    where = ["--preset", "demo", "--runs", str(tmp_path / "runs")]
+    assert cli.main(["sweep", "dqn", *where, *grid, *settings, "--epochs", "1"]) == 0
+    out = capsys.readouterr().out
+    records, problems = find_records(tmp_path / "runs")
+    assert [record.config["game"] for record in records] == ["breakout", "enduro"]
+    assert not problems
+    for record in records:
+        (row,) = (line for line in out.splitlines() if record.config["game"] in line)
+        assert f" {record.result['best_score']:.4g} ±" in row
+        assert "best" in row
+    files = report(tmp_path / "runs", tmp_path / "report")
+    assert not files.problems
+    assert {path.suffix for path in files.figures} == {".png", ".svg", ".gif"}
+    assert "Enduro" in files.page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["sweep", "dqn", "--games", "pong", "brakeout"], "breakout"),
+        (["sweep", "dqn", "--game", "pong"], "a grid takes --games"),
+    ],
+)
+def test_usage_errors_name_the_nearest(words, says, capsys):
+    assert cli.main(words) == 2
+    assert says in capsys.readouterr().err

@@ -53,6 +53,8 @@ def test_peers_that_are_not_installed_are_left_out_and_named(monkeypatch):
         assert "not installed: Stable-Baselines3" in case.name
         for goal in case.goals:
             goal.value({peer: torch.ones(2) for peer in case.peers})
+        for turn in case.peers.values():
+            turn()
 
 
 def writes_its_process(path):

@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from weightnorm import weight_norm_model
-from weightnorm.diagnostics import TrainingMonitor, direction_angle, unit_weights, weight_norms
+import zoo
+from weightnorm import normalized_weights, weight_norm_model
+from weightnorm.diagnostics import (
+    TrainingMonitor,
+    direction_angle,
+    effective_step,
+    unit_weights,
+    weight_norms,
+)
 
 
 def trained(steps, monitor=None):
@@ -38,6 +45,28 @@ def test_it_logs_every_so_many_steps_what_the_probes_say():
     assert logged["0.weight/v_norm"] == pytest.approx(norms["0.weight"].mean().item())
     turned = direction_angle(at_six, unit_weights(trained(3)[0]))
     assert logged["2.weight/turned"] == pytest.approx(turned["2.weight"].mean().item(), rel=1e-4)
+
+
+@zoo.every_layer
+def test_it_says_what_the_probes_say_of_every_layer(case):
+    torch.manual_seed(0)
+    layer, rows = case.make(), {}
+    weight_norm_model(layer, where=lambda name, module: True)
+    with torch.no_grad():
+        next(iter(normalized_weights(layer).values())).g.view(-1)[0] = 0
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    before = unit_weights(layer)
+    monitor = TrainingMonitor(layer, optimizer, lambda tag, value, _: rows.update({tag: value}))
+    for v, _ in normalized_weights(layer).values():
+        with torch.no_grad():
+            v.add_(torch.randn_like(v))
+    monitor.measure()
+    steps, turned = effective_step(layer), direction_angle(layer, before)
+    for name, norm in weight_norms(layer).items():
+        assert rows[f"{name}/v_norm"] == pytest.approx(norm.mean().item())
+        assert rows[f"{name}/effective_step"] == pytest.approx(steps[name].mean().item())
+        assert rows[f"{name}/dead_units"] == (steps[name] == 0).sum()
+        assert rows[f"{name}/turned"] == pytest.approx(turned[name].mean().item(), rel=1e-4)
 
 
 def test_what_it_keeps_keeps_no_graph():

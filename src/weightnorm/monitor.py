@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from weightnorm.probes import angles, rows_of, scale, unit_length
+from weightnorm.probes import angles, rows_of, unit_length
 from weightnorm.sharding import whole
 from weightnorm.sites import sites
 
@@ -70,18 +70,29 @@ class TrainingMonitor:
     @torch.no_grad()
     def measure(self) -> None:
         """Log now."""
-        rows: dict[str, Tensor] = {}
+        names, found = [], []
         for site in sites(self.model):
-            name, norm = site.path, whole(site.v_norm()).flatten()
-            step, now = scale(site, norm), unit_length(rows_of(site))
-            rows[f"{name}/v_norm"] = norm.mean()
-            rows[f"{name}/effective_step"] = step.mean()
-            rows[f"{name}/dead_units"] = (step == 0).sum()
-            rows[f"{name}/turned"] = angles(now, self._before.get(name, now)).mean()
-            self._before[name] = now
-        values = torch.stack([value.double().cpu() for value in rows.values()]).tolist()
-        for tag, value in zip(rows, values, strict=True):
-            self.log(f"{self.prefix}{tag}", value, self.step)
+            now = unit_length(rows_of(site))
+            apart = (now - self._before.get(site.path, now)).norm(dim=1)
+            row = (site.v_norm().flatten(), site.parts().g.flatten().abs(), apart)
+            names.append(site.path)
+            found.append(torch.stack([whole(x) for x in row]))  # (3, units)
+            self._before[site.path] = now
+        together = torch.cat([row.to(found[0].device) for row in found], 1).double().cpu()
+        norm, length, apart = together
+        step = torch.where(norm == 0, 0.0, length / norm)
+        numbers = torch.stack([norm, step, (step == 0).double(), angles(apart)])
+        for name, units in zip(
+            names, numbers.split([row.shape[1] for row in found], 1), strict=True
+        ):
+            v_norm, effective, dead, turned = units.mean(1).tolist()
+            self._log(f"{name}/v_norm", v_norm)
+            self._log(f"{name}/effective_step", effective)
+            self._log(f"{name}/dead_units", round(dead * units.shape[1]))
+            self._log(f"{name}/turned", turned)
+
+    def _log(self, tag: str, value: float) -> None:
+        self.log(f"{self.prefix}{tag}", value, self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is, for a checkpoint."""

@@ -35,13 +35,9 @@ def effective_step(model: nn.Module) -> dict[str, Tensor]:
 
     The direction of w turns by about learning rate × (|g|/‖v‖)·‖M∇w‖/‖v‖ in one step.
     """
-    return {site.path: scale(site, whole(site.v_norm()).flatten()) for site in sites(model)}
-
-
-@torch.no_grad()
-def scale(site: Site, norm: Tensor) -> Tensor:
-    """|g|/‖v‖ of every unit, given ‖v‖; 0 for a zero row."""
-    return torch.where(norm == 0, 0.0, whole(site.parts().g).flatten().abs() / norm)
+    norms = weight_norms(model)
+    lengths = {site.path: whole(site.parts().g).flatten().abs() for site in sites(model)}
+    return {path: torch.where(norms[path] == 0, 0.0, lengths[path] / norms[path]) for path in norms}
 
 
 @torch.no_grad()
@@ -64,11 +60,13 @@ def unit_weights(model: nn.Module) -> dict[str, Tensor]:
 def direction_angle(model: nn.Module, since: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Angle in radians between each unit's weight now and then; 0 where either is a zero row.
 
-    `since` is what :func:`unit_weights` gave then. Exact for small angles too: with unit vectors a
-    and b it is 2·atan(‖a − b‖/‖a + b‖).
+    `since` is what :func:`unit_weights` gave then.
     """
     now = unit_weights(model)
-    return {name: angles(unit_length(now[name]), unit_length(rows)) for name, rows in since.items()}
+    return {
+        name: angles(whole((unit_length(now[name]) - unit_length(rows)).norm(dim=1)))
+        for name, rows in since.items()
+    }
 
 
 def unit_length(rows: Tensor) -> Tensor:
@@ -77,10 +75,10 @@ def unit_length(rows: Tensor) -> Tensor:
     return directions
 
 
-def angles(a: Tensor, b: Tensor) -> Tensor:
-    """Between rows of length 1; 0 where either is not a number."""
-    apart, along = (whole(x.norm(dim=1)) for x in (a - b, a + b))
-    return torch.nan_to_num(2 * torch.atan2(apart, along), 0.0)
+def angles(apart: Tensor) -> Tensor:
+    """2·asin(‖a − b‖/2) between unit vectors that far apart, exact for small angles too; 0 where
+    it is not a number."""
+    return torch.nan_to_num(2 * (apart / 2).clamp_max(1).asin(), 0.0)
 
 
 def example_gradients(

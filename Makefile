@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo tour conformance browser test lint types unit format clean
+.PHONY: demo tour conformance bench browser test lint types unit format clean
 
 demo: $(READY)
 	$(BIN)/weightnorm demo --out out
@@ -20,6 +20,10 @@ tour: $(READY)
 # The table of docs/conformance.md, written anew.
 conformance: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m conformance --write docs/conformance.md
+
+# The table and charts of docs/performance.md, measured anew: a quarter of an hour, nothing else running.
+bench: $(READY)
+	$(BIN)/weightnorm bench --out docs/results/bench --page docs/performance.md
 
 test: lint types unit
 

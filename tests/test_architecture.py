@@ -24,7 +24,8 @@ LIBRARY = {
     "sites": {"functional", "kernels", "mechanism", "sharding"},
     "folding": {"mechanism", "sharding", "sites"},
     "reparam": {"functional", "layers", "mechanism", "sharding", "sites"},
-    "mean_only": {"collective", "kernels", "layers", "sharding"},
+    "linear_maps": {"kernels", "layers"},
+    "mean_only": {"collective", "layers", "linear_maps", "sharding"},
     "data_init": {
         "collective",
         "init_report",
@@ -65,8 +66,22 @@ LAB = {
     "safetensors_writer": (set(), False, {"torch"}),
     "checkpoint_files": ({"records", "safetensors_writer"}, True, {"torch", "safetensors"}),
     "parsing": ({"experiments"}, False, {"tyro", "rich"}),
+    "benching": (
+        {"allocation", "benchmarks", "experiments", "parsing", "records", "reports"},
+        False,
+        {"torch", "tyro", "rich"},
+    ),
     "cli": (
-        {"checkpoint_files", "claims", "data", "experiments", "parsing", "records", "reports"},
+        {
+            "benching",
+            "checkpoint_files",
+            "claims",
+            "data",
+            "experiments",
+            "parsing",
+            "records",
+            "reports",
+        },
         True,
         {"tyro", "rich"},
     ),

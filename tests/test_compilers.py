@@ -191,7 +191,7 @@ class NoWordWithTheHost(TorchDispatchMode):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Eager forms, and of them those that a GPU takes: the fused one serves the CPU alone."""
-    monkeypatch.setattr(kernels, "_is_eager", lambda v: True)
+    monkeypatch.setattr(kernels, "is_eager", lambda v: True)
     monkeypatch.setattr(kernels, "_NATIVE", {})
 
 

@@ -118,6 +118,17 @@ def test_the_fused_kernel_steps_aside_for_a_zero_row():
     assert native(*leaves((3, 4), 0)) is not None
 
 
+def test_the_fused_kernel_for_the_columns_of_a_matrix():
+    v, g = leaves((3, 70), 1)
+    assert native(v, g, 1) is not None
+    torch.testing.assert_close(compose(v, g, 1), formula(v, g, 1))
+    assert gradcheck(lambda v, g: compose(v, g, 1), (v, g), fast_mode=True)
+    assert gradgradcheck(lambda v, g: compose(v, g, 1), (v, g), fast_mode=True)
+    zero, g = leaves((3, 70), 1, zero_row=True)
+    assert native(zero, g, 1) is None
+    assert (compose(zero, g, 1)[:, 0] == 0).all()
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_the_backward_keeps_only_v_g_and_the_norms(dim):
     v, g = leaves((6, 4, 3), dim)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from ranks import on_ranks
 from weightnorm import (
@@ -130,6 +130,38 @@ def test_the_shortcut_gives_the_plain_forms_numbers(make, shape, normed):
         loss = (out * torch.arange(out.numel(), dtype=out.dtype).view_as(out).sin()).sum()
         results.append((out, running, torch.autograd.grad(loss, [x, *weights])))
     torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("name", ["linear", "linear-on-sequences", "strided", "transposed"])
+def test_second_derivatives_of_the_shortcut(name):
+    make, shape = LINEAR[name]
+    layer = mean_only_batch_norm(make().double())
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True), *layer.parameters()]
+    assert gradgradcheck(lambda x, *_: layer(x), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_the_shortcut_writes_to_nobody_elses_gradient_and_keeps_no_output(name):
+    make, shape = LINEAR[name]
+    layer = mean_only_batch_norm(make())
+    x, kept = torch.randn(shape, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = layer(x)
+    assert sum(t.shape[0] == len(x) for t in kept) == 1  # the input alone
+    grad = torch.randn_like(out)
+    before = grad.clone()
+    out.backward(grad)
+    assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("bias",), ("x", "bias")])
+def test_what_needs_no_gradient_gets_none(frozen):
+    layer = mean_only_batch_norm(nn.Conv2d(3, 4, 3))
+    inputs = {"x": torch.randn(5, 3, 6, 6), **dict(layer.layer.named_parameters())}
+    for name, tensor in inputs.items():
+        tensor.requires_grad_(name not in frozen)
+    layer(inputs["x"]).square().sum().backward()
+    assert {name for name, tensor in inputs.items() if tensor.grad is None} == set(frozen)
 
 
 def test_behind_any_other_layer_the_activations_are_averaged():

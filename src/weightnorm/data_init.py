@@ -175,12 +175,12 @@ def _moments(
 ) -> tuple[Tensor, Tensor]:
     """Population mean and std of each unit over the batch (and space), over all ranks."""
     units = output.shape[axis]
-    axes = [d for d in range(output.ndim) if d != axis]
     per_example = math.prod(output.shape[axis + 1 :]) if spatial else 1
     count = output.numel() // max(units, 1)
     if count:
         wide = output.to(wide_dtype(output.dtype))
-        variance, mean = torch.var_mean(wide, axes, correction=0) if axes else (wide * 0, wide)
+        wide = wide.reshape(-1, units) if axis == output.ndim - 1 else wide
+        mean, variance = _mean_and_variance(wide if axis else wide.unsqueeze(0))
     else:
         mean = output.new_zeros(units, dtype=wide_dtype(output.dtype))
         variance = mean.clone()
@@ -197,6 +197,24 @@ def _moments(
             "itself, and in the weights up to this layer"
         )
     return mean, variance.sqrt()
+
+
+def _mean_and_variance(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each unit along axis 1, over the population."""
+    axes = [d for d in range(t.ndim) if d != 1]
+    if not t.is_cpu:
+        variance, mean = torch.var_mean(t, axes, correction=0)
+        return mean, variance
+    # On a CPU batch norm's statistics take a tenth of var_mean's time, but where the spread is far
+    # below the mean they are less exact.
+    mean, variance = torch.batch_norm_update_stats(t, None, None, 0.0)
+    narrow = (variance <= _NARROW**2 * mean.square()).nonzero().flatten()
+    if len(narrow):
+        variance[narrow], mean[narrow] = torch.var_mean(t[:, narrow], axes, correction=0)
+    return mean, variance
+
+
+_NARROW = 1e-2
 
 
 def _scale_weight(layer: nn.Module, scale: Tensor, backups: list[tuple[Tensor, Tensor]]) -> None:

@@ -114,17 +114,8 @@ def gradients(
     Parts(v=tensor([[ 0.6400, -0.4800]]), g=tensor([[0.6000]]))
     """
     dim = _checked_dim(v, dim, groups)
-    blocks = kernels.as_blocks(v, dim, groups)
-    grad_v, grad_g = kernels.block_gradients(
-        kernels.as_blocks(grad_w, dim, groups),
-        blocks,
-        g.reshape(blocks.shape[0], 1, blocks.shape[2], 1),
-        kernels.block_inverse(kernels.block_norm(blocks), eps),
-    )
-    return Parts(
-        placed_like(grad_v.to(v.dtype).reshape(v.shape), v),
-        placed_like(grad_g.to(g.dtype).reshape(g.shape), g),
-    )
+    grad_v, grad_g = kernels.gradients(grad_w, v, g, dim, groups, eps)
+    return Parts(placed_like(grad_v, v), placed_like(grad_g, g))
 
 
 def project(x: Tensor, w: Tensor, dim: int | None = 0, *, groups: int = 1) -> Tensor:

@@ -1,7 +1,8 @@
 """How w = g·v/‖v‖ is computed: one formula, three forms, chosen by layout and device.
 
 - ``formula``: plain differentiable operations. Any layout, traceable, any order of derivative.
-- ``native``: torch's fused kernel, for contiguous CPU weights whose kept axis is the first.
+- ``native``: torch's fused kernel, for contiguous CPU weights whose kept axis is the first, and for
+  matrices whose kept axis is the second.
 - ``closed_form``: eq. 3 as the backward pass, keeping only v, g and 1/‖v‖. All the rest.
 
 ``compose`` picks one. All agree to rounding, and on the zero row:
@@ -70,6 +71,10 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def block_norm(blocks: Tensor) -> Tensor:
     """‖v‖ of each unit: (groups, before, units, after) → (groups, 1, units, 1)."""
     norm, dtype = blocks, wide_dtype(blocks.dtype)
+    if norm.shape[1] != 1 and not torch.is_grad_enabled() and is_eager(blocks):
+        # By hand, many times as fast along an outer axis; but its derivative at 0 is not 0.
+        square = blocks.to(dtype).square().sum(1, keepdim=True)
+        return square.sum(3, keepdim=True).sqrt()
     # The outer axis first: it reduces whole contiguous rows, which vectorizes.
     if norm.shape[1] != 1:
         norm = torch.linalg.vector_norm(norm, dim=1, keepdim=True, dtype=dtype)
@@ -81,6 +86,8 @@ def block_norm(blocks: Tensor) -> Tensor:
 def block_inverse(norm: Tensor, eps: float) -> Tensor:
     """1/‖v‖, and 0 for a zero row."""
     zero = norm <= eps
+    if not torch.is_grad_enabled():
+        return norm.reciprocal().masked_fill_(zero, 0.0)
     return torch.where(zero, 0.0, 1.0 / torch.where(zero, 1.0, norm))
 
 
@@ -136,19 +143,20 @@ def closed_form(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: flo
     return w.reshape(v.shape)
 
 
-def native(v: Tensor, g: Tensor, eps: float = EPS) -> Tensor | None:
-    """w = g·v/‖v‖ by torch's fused kernel (dim 0); None if a zero row is in the way."""
-    w, norm = torch._weight_norm_interface(v, g, 0)
+def native(v: Tensor, g: Tensor, dim: int = 0, eps: float = EPS) -> Tensor | None:
+    """w = g·v/‖v‖ by torch's fused kernel (first or last dim); None if a zero row is in the way."""
+    w, norm = torch._weight_norm_interface(v, g, dim)
     if norm.min().item() <= eps:  # NaN passes: it is not a zero row
         return None
     if w.grad_fn is not None:
-        w.grad_fn.register_hook(partial(_mend_second_order, v, g, eps))
+        w.grad_fn.register_hook(partial(_mend_second_order, v, g, dim, eps))
     return w
 
 
 def _mend_second_order(
     v: Tensor,
     g: Tensor,
+    dim: int,
     eps: float,
     grads: tuple[Tensor | None, ...],
     grad_w: tuple[Tensor, ...],
@@ -159,7 +167,7 @@ def _mend_second_order(
     """
     if not torch.is_grad_enabled():
         return None
-    shape = block_shape(v.shape, 0)
+    shape = block_shape(v.shape, dim)
     blocks = v.reshape(shape)
     inverse = block_inverse(block_norm(blocks), eps)
     units = g.reshape(shape[0], 1, shape[2], 1)
@@ -170,12 +178,12 @@ def _mend_second_order(
 
 def compose(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float = EPS) -> Tensor:
     """w = g·v/‖v‖ in the form that is fastest here. Arguments are taken as checked."""
-    if not _is_eager(v):
+    if not is_eager(v):
         return formula(v, g, dim, groups, eps)
     if not v.is_contiguous():
         return _compose_strided(v, g, dim, groups, eps)
-    if dim == 0 and v.ndim > 1 and v.is_cpu and _NATIVE.get(v.dtype) is g.dtype and v.numel():
-        w = native(v, g, eps)
+    if dim is not None and _is_fused(v, g, dim, groups):
+        w = native(v, g, dim, eps)
         if w is not None:
             return w
     if torch.is_grad_enabled() and (v.requires_grad or g.requires_grad):
@@ -183,6 +191,37 @@ def compose(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float =
     return formula(v, g, dim, groups, eps)
 
 
+def gradients(
+    grad_w: Tensor, v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float = EPS
+) -> tuple[Tensor, Tensor]:
+    """∇v and ∇g of eq. 3 in the form that is fastest here. Arguments are taken as checked."""
+    alone = not torch.is_grad_enabled() and is_eager(v) and v.is_contiguous()
+    if dim is not None and alone and _is_fused(v, g, dim, groups):
+        norm = torch.norm_except_dim(v, 2, dim)
+        if norm.min().item() > eps and grad_w.dtype == v.dtype:
+            fused = torch.ops.aten._weight_norm_interface_backward
+            grad_v, grad_g = fused(grad_w.contiguous(), v, g, norm, dim)
+            return grad_v, grad_g
+    blocks = as_blocks(v, dim, groups)
+    grad_v, grad_g = block_gradients(
+        as_blocks(grad_w, dim, groups),
+        blocks,
+        g.reshape(blocks.shape[0], 1, blocks.shape[2], 1),
+        block_inverse(block_norm(blocks), eps),
+    )
+    return grad_v.to(v.dtype).reshape(v.shape), grad_g.to(g.dtype).reshape(g.shape)
+
+
+def _is_fused(v: Tensor, g: Tensor, dim: int, groups: int) -> bool:
+    """Whether torch has a fused kernel for this contiguous weight that is worth taking."""
+    columns = dim == 1 and v.ndim == 2 and v.shape[1] >= _WIDE and groups == 1
+    if not columns and (dim != 0 or v.ndim < 2):
+        return False
+    return v.is_cpu and _NATIVE.get(v.dtype) is g.dtype and v.numel() > 0
+
+
+_WIDE = 64
+"""Units along a last axis from which the fused kernel is fast: it works through whole rows."""
 _NATIVE = {torch.float32: torch.float32, torch.float64: torch.float64}
 
 
@@ -196,7 +235,7 @@ def _compose_strided(v: Tensor, g: Tensor, dim: int | None, groups: int, eps: fl
     return w.movedim(-1, 1)
 
 
-def _is_eager(v: Tensor) -> bool:
+def is_eager(v: Tensor) -> bool:
     """Whether values are real and only autograd's reverse mode watches: no tracer, no transform.
 
     Forms with a hand-written backward or a data-dependent branch serve only this case.

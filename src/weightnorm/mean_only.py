@@ -3,12 +3,7 @@
 Two forms of the same numbers:
 
 - ``MeanOnlyBatchNorm1d/2d/3d``: a module behind anything, like torch's BatchNorm.
-- ``mean_only_batch_norm(layer)``: around a linear map, where the mean is cheaper.
-
-Note [the mean is linear]
-    t = w·x is linear in x, so μ[w·x] = w·μ[x]: one mean image through the layer replaces a pass
-    over all activations, and b − μ rides in the layer's own bias. For a convolution the mean over
-    space is taken of that one image's output, so strides, padding and groups come out exactly.
+- ``mean_only_batch_norm(layer)``: around a linear map, where the mean is cheaper: `linear_maps`.
 """
 
 from __future__ import annotations
@@ -17,12 +12,11 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightnorm import layers
 from weightnorm.collective import Group, mean_over_ranks
-from weightnorm.kernels import wide_dtype
+from weightnorm.linear_maps import centered_map, linear_map, sum_and_count
 from weightnorm.sharding import is_sharded
 
 
@@ -74,7 +68,7 @@ class _MeanOnlyBatchNorm(nn.Module):
             )
         mean = self.running_mean
         if mean is None or self.training:
-            mean = self.observe(*_sum_and_count(t, 1))
+            mean = self.observe(*sum_and_count(t, 1))
         shift = -mean if self.bias is None else self.bias - mean
         return t + shift.to(t.dtype).view(-1, *[1] * (t.ndim - 2))
 
@@ -152,7 +146,7 @@ class Centered(nn.Module):
     """A layer whose pre-activations are centred over the batch: t̃ = w·x − μ[w·x] + b.
 
     b is the layer's own bias. Behind a linear or convolutional layer the mean is computed by
-    Note [the mean is linear]; behind any other, from the activations.
+    Note [the mean is linear] in `linear_maps`; behind any other, from the activations.
     """
 
     def __init__(self, layer: nn.Module, norm: _MeanOnlyBatchNorm) -> None:
@@ -165,7 +159,7 @@ class Centered(nn.Module):
         if not isinstance(layer, (nn.Linear, layers.Conv)):
             t: Tensor = layer(*inputs)
             if mean is None:
-                total, count = _sum_and_count(t, -1)
+                total, count = sum_and_count(t, -1)
                 mean = norm.observe(
                     total if self.bias is None else total - count * self.bias, count
                 )
@@ -178,9 +172,9 @@ class Centered(nn.Module):
                 "pass: give fully_shard the module around this layer, not the layer alone"
             )
         if mean is None:
-            mean = norm.observe(*_linear_sum_and_count(layer, x, weight))
+            return centered_map(layer, x, weight, self.bias, norm.observe, norm.group is None)
         shift = -mean if self.bias is None else self.bias - mean
-        return _linear_map(layer, x, weight, shift.to(weight.dtype))
+        return linear_map(layer, x, weight, shift.to(weight.dtype))
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -231,53 +225,3 @@ def unit_count(layer: nn.Module) -> int:
 def _is_recomputed() -> bool:
     """Whether activation checkpointing repeats a forward pass, inside the backward pass."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
-
-
-def _sum_and_count(t: Tensor, axis: int) -> tuple[Tensor, int]:
-    """Sum of each feature over every other axis, in float32 or wider, and over how many."""
-    axes = [d for d in range(t.ndim) if d != axis % t.ndim]
-    return t.sum(axes, dtype=wide_dtype(t.dtype)), t.numel() // max(t.shape[axis], 1)
-
-
-def _linear_sum_and_count(
-    layer: nn.Linear | layers.Conv, x: Tensor, weight: Tensor
-) -> tuple[Tensor, int]:
-    """Sum of w·x over batch and space, by way of the mean input: Note [the mean is linear]."""
-    if isinstance(layer, nn.Linear):
-        rows = x.reshape(-1, x.shape[-1])
-        count = rows.shape[0]
-        mean_x = rows.sum(0, dtype=wide_dtype(x.dtype)) / max(count, 1)
-        mean_t = F.linear(mean_x.to(x.dtype), weight)
-        return mean_t.to(mean_x.dtype) * count, count
-    if x.ndim != len(layer.kernel_size) + 2:
-        raise ValueError(
-            f"mean-only batch norm needs a batch: expected {len(layer.kernel_size) + 2} "
-            f"dimensions, got an input of shape {tuple(x.shape)}"
-        )
-    mean_x = x.sum(0, keepdim=True, dtype=wide_dtype(x.dtype)) / max(x.shape[0], 1)
-    t = _linear_map(layer, mean_x.to(x.dtype), weight, None)  # (1, C, *space)
-    total, space = _sum_and_count(t, 1)
-    return total * x.shape[0], space * x.shape[0]
-
-
-def _linear_map(
-    layer: nn.Linear | layers.Conv, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    """The layer's own map, with a weight and a bias handed in."""
-    if isinstance(layer, nn.Linear):
-        return F.linear(x, weight, bias)
-    if not isinstance(layer, layers.ConvTransposed):
-        out: Tensor = layer._conv_forward(x, weight, bias)
-        return out
-    conv = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(layer.kernel_size) - 1]
-    padding: Any = layer.padding
-    return conv(
-        x,
-        weight,
-        bias,
-        layer.stride,
-        padding,
-        layer.output_padding,
-        layer.groups,
-        layer.dilation,
-    )

@@ -1,6 +1,6 @@
 """The command line: verb → function, no logic.
 
-Exit codes: 0 done, 1 failed, 2 usage, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 usage, 3 slower than before (bench --compare), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weightnorm import Parameterization
+from weightnorm.lab.benching import bench
 from weightnorm.lab.checkpoint_files import FileError, convert_file, inspect_file
 from weightnorm.lab.data import fetch
 from weightnorm.lab.data.catalog import DATA_SETS
@@ -303,6 +304,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "sweep": sweep_,
     "claims": claims,
+    "bench": bench,
     "report": report_,
     "data": data,
     "convert": convert,

@@ -1,12 +1,20 @@
 """The benchmark of DQN: what it compares is the same agent."""
 
+import os
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
+import pytest
 import torch
 
 from weightnorm import Parameterization, normalized_weights
 from weightnorm.lab.benchmarks import dqn_steps
-from weightnorm.lab.benchmarks.dqn_steps import STANDARD, TORCHS, WEIGHT_NORM, TorchsAgent
+from weightnorm.lab.benchmarks.dqn_steps import STANDARD, TORCHS, TorchsAgent
+from weightnorm.lab.benchmarks.peers import OURS
+from weightnorm.lab.benchmarks.row import Setting
+from weightnorm.lab.benchmarks.side_by_side import apart
 from weightnorm.lab.data.atari import Atari
 from weightnorm.lab.data.replay import Batch
 from weightnorm.lab.experiments import dqn
@@ -31,12 +39,49 @@ def test_torchs_agent_learns_what_ours_does():
     torch.testing.assert_close(*values, rtol=1e-2, atol=1e-2)
 
 
-def test_it_prints_every_agent(capsys, monkeypatch):
+@contextmanager
+def together(makers):
+    yield {name: make() for name, make in makers.items()}
+
+
+def test_peers_that_are_not_installed_are_left_out_and_named(monkeypatch):
     monkeypatch.setattr(dqn_steps, "find_spec", lambda name: None)
-    sizes = {"--game": "pong", "--width": "0.125", "--batch-size": "4", "--rounds": "1"}
-    sizes |= {"--steps": "8", "--start": "20", "--threads": str(torch.get_num_threads())}
-    speeds = dqn_steps.main([word for pair in sizes.items() for word in pair])
-    assert list(speeds) == [STANDARD, WEIGHT_NORM, TORCHS]
-    assert all(speed > 0 for speed in speeds.values())
-    out = capsys.readouterr().out
-    assert all(name in out for name in speeds)
+    monkeypatch.setattr(dqn_steps, "apart", together)
+    setting = Setting(torch.device("cpu"), quick=True)
+    for case in dqn_steps.cases(setting):
+        assert list(case.peers) == [STANDARD, OURS, TORCHS]
+        assert "not installed: Stable-Baselines3" in case.name
+        for goal in case.goals:
+            goal.value({peer: torch.ones(2) for peer in case.peers})
+        for turn in case.peers.values():
+            turn()
+
+
+def writes_its_process(path):
+    def step():
+        with path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    return step
+
+
+def fails(path):
+    path.unlink()
+
+
+def test_steps_are_called_here_and_happen_in_another_process(tmp_path):
+    path = tmp_path / "processes"
+    with apart({"one": partial(writes_its_process, path)}) as steps:
+        for done in (1, 2):
+            steps["one"]()
+            pids = path.read_text().split()
+            assert len(pids) == done  # a step is over when it returns
+    assert len(set(pids)) == 1
+    assert int(pids[0]) != os.getpid()
+    assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_what_cannot_be_made_elsewhere_is_an_error_here(tmp_path, capfd):
+    with pytest.raises(EOFError), apart({"none": partial(fails, tmp_path / "absent")}):
+        pass
+    assert "FileNotFoundError" in capfd.readouterr().err

@@ -9,9 +9,10 @@ import pytest
 from matplotlib.colors import to_hex
 from PIL import Image, ImageSequence
 
+from weightnorm.lab.reports.bars import bar_figure
 from weightnorm.lab.reports.figures import LEGEND_WIDTH, STYLE, draw, figure, picture_files
 from weightnorm.lab.reports.looks import LOOKS
-from weightnorm.lab.reports.section import Line, Picture, Plot
+from weightnorm.lab.reports.section import Bar, Bars, Group, Line, Picture, Plot
 
 
 def line(kind="weight-norm", x=(1.0, 2.0, 3.0), y=(30.0, 20.0, 10.0), **changes):
@@ -119,3 +120,28 @@ def test_frames_move():
 def test_wide_pictures_keep_their_size():
     _, (frame,), _ = decoded(picture_files(Picture("a", "A", "B.", np.zeros((1, 2, 900), "u1"))))
     assert frame.shape[:2] == (2, 900)
+
+
+def test_bars_stand_in_groups_with_their_intervals():
+    bars = [
+        Bar(kind, LOOKS[kind], x, x - 0.1, x + 0.2)
+        for kind, x in (("standard", 0.9), ("weight-norm", 1.5))
+    ]
+    chart = Bars(
+        "name", "Title", "Caption.", "ratio", (Group("a", tuple(bars)), Group("b", tuple(bars[:1])))
+    )
+    (axes,) = bar_figure(chart).axes
+    assert [bar.get_width() for bar in axes.patches] == [0.9, 1.5, 0.9]
+    assert to_hex(axes.patches[1].get_facecolor()) == LOOKS["weight-norm"].colour
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "standard",
+        "weight-norm",
+        "standard",
+    ]
+    shown = [text.get_text().strip() for text in axes.texts]
+    assert shown == ["a", "0.9", "1.5", "b", "0.9"]
+    spans = [list(line.get_xdata()) for line in axes.lines]
+    assert spans.count([1, 1]) == 2  # where the base is, in each group
+    assert [1.4, 1.7] in spans
+    assert chart.alt == "Title: ratio. a: standard 0.9, weight-norm 1.5; b: standard 0.9."
+    assert set(draw([chart])[chart].files) == {"svg", "png"}

@@ -1,19 +1,20 @@
-"""How many steps an agent takes in a second: `python -m weightnorm.lab.benchmarks.dqn_steps`.
+"""Row 11: how many steps an agent takes in a second.
 
 Agents of one size take turns at the same game with the paper's settings: four steps, then an update
 on 64 transitions. The lab's own, standard and weight-normalized; the same with torch's
 parametrization, which computes every weight anew for each action and each target; and, where it is
-installed (the extra `bench`), the DQN of Stable-Baselines3: as it comes, with its own environment,
-and with ours, which leaves the agents alone to be compared.
+installed (the extra `bench`), the DQN of Stable-Baselines3: as it comes, and with our environment
+and memory that is kept when freed, which leaves the agents alone to be compared. Each has a process
+of its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,23 +22,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from weightnorm import Parameterization
-from weightnorm.lab.benchmarks.side_by_side import interleaved
+from weightnorm.lab.allocation import keep_freed_memory
+from weightnorm.lab.benchmarks.goal import AtMost
+from weightnorm.lab.benchmarks.peers import OURS
+from weightnorm.lab.benchmarks.row import Case, Row, Setting
+from weightnorm.lab.benchmarks.side_by_side import Step, apart
 from weightnorm.lab.data.atari import Atari, Game
 from weightnorm.lab.data.replay import Replay
 from weightnorm.lab.experiments import dqn
 from weightnorm.lab.experiments.dqn import Agent, Config, train_step
 from weightnorm.lab.experiments.players import Beginning, Player
 
-Turn = Callable[[], None]
-STANDARD, WEIGHT_NORM = "standard", "weight norm"
+STANDARD = "standard"
 TORCHS = "weight norm, torch's"
-PEER, PEER_ON_OURS = "Stable-Baselines3", "Stable-Baselines3, our environment"
+PEER = "Stable-Baselines3"
+PEER_ON_OURS = "Stable-Baselines3, our environment and memory"
+NEEDED = {PEER_ON_OURS: ("stable_baselines3",), PEER: ("stable_baselines3", "cv2")}
 
 
 class TorchsAgent(Agent):
@@ -60,11 +64,14 @@ class TorchsAgent(Agent):
         self.target.load_state_dict(self.model.state_dict())
 
 
-def learner(config: Config, kind: type[Agent], folder: Path, steps: int) -> Turn:
-    """An agent that has begun to learn; each turn is so many steps."""
+def learner(config: Config, kind: type[Agent], steps: int, threads: int) -> Step:
+    """An agent that has begun to learn, with memory as a run has it; each turn is so many steps."""
+    torch.set_num_threads(threads)
+    keep_freed_memory()
     player, beginning = Player(Atari(config.game)), Beginning()
     agent = kind(config, player.game, torch.device("cpu"))
-    replay = Replay(folder / "replay.bin", config.replay_size, player.game.shape)
+    with tempfile.TemporaryDirectory() as folder:  # the file goes, its map stays
+        replay = Replay(Path(folder, "replay.bin"), config.replay_size, player.game.shape)
     replay.see(player.start())
 
     def play(count: int) -> None:
@@ -75,25 +82,20 @@ def learner(config: Config, kind: type[Agent], folder: Path, steps: int) -> Turn
     return lambda: play(steps)
 
 
-def peers(config: Config, steps: int) -> dict[str, Turn]:
-    """Stable-Baselines3 with its own environment and with ours, as far as it is installed."""
-    if not find_spec("stable_baselines3"):
-        return {}
-    vectors = import_module("stable_baselines3.common.vec_env")
-    ours = vectors.DummyVecEnv([lambda: gym_of(config.game)])
-    found = {PEER_ON_OURS: peer(config, steps, vectors.VecFrameStack(ours, 4))}
-    if find_spec("cv2"):
-        name = config.game.title().replace("-", "") + "NoFrameskip-v4"
-        theirs = import_module("stable_baselines3.common.env_util").make_atari_env(name)
-        found[PEER] = peer(config, steps, vectors.VecFrameStack(theirs, 4))
-    return found
-
-
-def peer(config: Config, steps: int, environment: Any) -> Turn:
+def peer(config: Config, ours: bool, steps: int, threads: int) -> Step:
     """Stable-Baselines3 with the same network, optimizer, batch and number of updates."""
+    torch.set_num_threads(threads)
+    vectors = import_module("stable_baselines3.common.vec_env")
+    if ours:
+        keep_freed_memory()
+        environment = vectors.DummyVecEnv([lambda: gym_of(config.game)])
+    else:
+        import_module("ale_py")  # tells Gymnasium its games
+        name = config.game.title().replace("-", "") + "NoFrameskip-v4"
+        environment = import_module("stable_baselines3.common.env_util").make_atari_env(name)
     model = import_module("stable_baselines3").DQN(
         "CnnPolicy",
-        environment,
+        vectors.VecFrameStack(environment, 4),
         learning_rate=config.learning_rate,
         buffer_size=config.replay_size,
         learning_starts=config.replay_start,
@@ -135,42 +137,38 @@ def gym_of(name: str) -> Any:
     return Environment()
 
 
-def main(words: list[str] | None = None) -> dict[str, float]:
-    """Print the table; the steps per second of each."""
-    options = argparse.ArgumentParser(description="How many steps an agent takes in a second.")
-    options.add_argument("--game", default=dqn.PAPER.game)
-    options.add_argument("--batch-size", type=int, default=64)
-    options.add_argument("--width", type=float, default=1.0, help="of our networks")
-    options.add_argument("--steps", type=int, default=200, help="of each agent in a turn")
-    options.add_argument("--start", type=int, default=1000, help="steps before the first update")
-    options.add_argument("--rounds", type=int, default=7, help="turns of each agent")
-    options.add_argument("--threads", type=int, default=torch.get_num_threads())
-    given = options.parse_args(words)
-    torch.set_num_threads(given.threads)
+def cases(setting: Setting) -> Iterator[Case]:
+    """Agents that have begun to learn, each in its process; a turn is so many steps."""
+    start, steps = setting.size(1000, 20), setting.size(20, 8)
     config = replace(
-        dqn.PAPER, game=given.game, batch_size=given.batch_size, width=given.width,
-        replay_start=given.start, replay_size=10 * given.start, epsilon_steps=1,
-    )  # fmt: skip
+        dqn.PAPER,
+        game=setting.size(dqn.PAPER.game, "pong"),
+        batch_size=setting.size(64, 4),
+        width=setting.size(1.0, 0.125),
+        replay_start=start,
+        replay_size=10 * start,
+        epsilon_steps=1,
+    )
     standard = replace(config, parameterization=Parameterization.STANDARD)
-    with tempfile.TemporaryDirectory() as folder:
-        places = {name: Path(folder, name) for name in (STANDARD, WEIGHT_NORM, TORCHS)}
-        for place in places.values():
-            place.mkdir()
-        turns = {
-            STANDARD: learner(standard, Agent, places[STANDARD], given.steps),
-            WEIGHT_NORM: learner(config, Agent, places[WEIGHT_NORM], given.steps),
-            TORCHS: learner(config, TorchsAgent, places[TORCHS], given.steps),
-        }
-        turns |= peers(config, given.steps)
-        seconds = interleaved(turns, given.rounds)
-    speeds = {name: given.steps / value for name, value in seconds.items()}
-    base = speeds.get(PEER, speeds[STANDARD])
-    table = Table("agent", "steps a second", f"to {PEER if PEER in speeds else STANDARD}")
-    for name, speed in speeds.items():
-        table.add_row(name, f"{speed:.1f}", f"{speed / base:.2f}")
-    Console().print(table)
-    return speeds
+    turn = {"steps": steps, "threads": torch.get_num_threads()}
+    makers = {
+        STANDARD: partial(learner, standard, Agent, **turn),
+        OURS: partial(learner, config, Agent, **turn),
+        TORCHS: partial(learner, config, TorchsAgent, **turn),
+        PEER_ON_OURS: partial(peer, config, True, **turn),
+        PEER: partial(peer, config, False, **turn),
+    }
+    missing = [name for name, needed in NEEDED.items() if not all(map(find_spec, needed))]
+    goals = [AtMost(STANDARD, 1.02, name) for name in NEEDED if name not in missing]
+    without = f" (not installed: {'; '.join(missing)})" if missing else ""
+    with apart({name: makers[name] for name in makers if name not in missing}) as turns:
+        yield Case(
+            f"an update on 64 transitions every 4 steps{without}",
+            turns,
+            base=STANDARD,
+            goals=(AtMost(OURS, 1.02, STANDARD), *goals),
+            examples=steps,
+        )
 
 
-if __name__ == "__main__":
-    main()
+ROW = Row("dqn", "An agent learns, steps a second", cases)

@@ -1,24 +1,31 @@
-"""What a training step of DRAW costs: `python -m weightnorm.lab.benchmarks.draw_step`.
+"""Row 11: a training step of DRAW, by the lab and by hand.
 
-Four networks that compute the same take turns, so that whatever else the machine does meets all of
-them: the lab's own, standard and weight-normalized; and the same written layer by layer, standard
-and with torch's parametrization, which then computes every weight anew at each step of a drawing.
+Four networks that compute the same: the lab's own, standard and weight-normalized; and the same
+written layer by layer, standard and with torch's parametrization, which then computes every weight
+anew at each step of a drawing.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, parametrizations
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
-from weightnorm import weight_norm_model
-from weightnorm.lab.benchmarks.side_by_side import interleaved
+from weightnorm.lab.benchmarks.goal import AtMost
+from weightnorm.lab.benchmarks.peers import (
+    FLAVOURS,
+    OURS,
+    PARAMETRIZATION,
+    PLAIN,
+    flavour,
+)
+from weightnorm.lab.benchmarks.roofline import operations
+from weightnorm.lab.benchmarks.row import Case, Row, Setting, Work
+from weightnorm.lab.benchmarks.side_by_side import Call
 from weightnorm.lab.models.draw import DRAW, Bound, Cell, gated, kl_from_standard_normal
 
 
@@ -44,31 +51,26 @@ class LayerByLayer(DRAW):
         return Bound(F.binary_cross_entropy_with_logits(canvas, x, reduction="none").sum(1), kl)
 
 
-def torchs_weight_norm(model: nn.Module) -> None:
-    """torch's own parametrization of every linear layer."""
-    for layer in [m for m in model.modules() if isinstance(m, nn.Linear)]:
-        parametrizations.weight_norm(layer)
-
-
-NETWORKS: dict[str, tuple[type[DRAW], Callable[[DRAW], object]]] = {
-    "standard": (DRAW, lambda model: None),
-    "weight norm": (DRAW, weight_norm_model),
-    "layer by layer": (LayerByLayer, lambda model: None),
-    "layer by layer, torch's": (LayerByLayer, torchs_weight_norm),
+BY_HAND = "layer by layer"
+NETWORKS: dict[str, tuple[type[DRAW], str]] = {
+    BY_HAND: (LayerByLayer, PLAIN),
+    "standard": (DRAW, PLAIN),
+    OURS: (DRAW, OURS),
+    f"{BY_HAND}, {PARAMETRIZATION}": (LayerByLayer, PARAMETRIZATION),
 }
 
 
-def networks(hidden: int = 256) -> dict[str, DRAW]:
+def networks(hidden: int, device: torch.device) -> dict[str, DRAW]:
     """The four, from the same random state."""
-    built = {}
-    for name, (kind, normalize) in NETWORKS.items():
-        torch.manual_seed(0)
-        built[name] = kind(hidden=hidden)
-        normalize(built[name])
-    return built
+    made = {}
+    for name, (kind, normalized) in NETWORKS.items():
+        model = flavour(partial(kind, hidden=hidden), FLAVOURS[normalized], device)
+        assert isinstance(model, DRAW)
+        made[name] = model
+    return made
 
 
-def training_step(model: DRAW, x: Tensor, noise: Tensor) -> Callable[[], None]:
+def training_step(model: DRAW, x: Tensor, noise: Tensor) -> Call:
     """A step as the experiment takes it: bound, gradient, clipping, Adam."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0003, fused=True)
 
@@ -81,29 +83,20 @@ def training_step(model: DRAW, x: Tensor, noise: Tensor) -> Callable[[], None]:
     return step
 
 
-def main(words: list[str] | None = None) -> dict[str, float]:
-    """Print the table; the median seconds of each network."""
-    options = argparse.ArgumentParser(description="What a training step of DRAW costs.")
-    options.add_argument("--steps", type=int, default=64, help="steps of a drawing")
-    options.add_argument("--hidden", type=int, default=256, help="units of each LSTM")
-    options.add_argument("--batch-size", type=int, default=100)
-    options.add_argument("--rounds", type=int, default=15, help="training steps of each network")
-    options.add_argument("--threads", type=int, default=torch.get_num_threads())
-    given = options.parse_args(words)
-    torch.set_num_threads(given.threads)
-    x = torch.rand(given.batch_size, 28 * 28).round()
-    noise = torch.randn(given.steps, given.batch_size, 100)
-    made = networks(given.hidden)
-    steps = {name: training_step(model, x, noise) for name, model in made.items()}
-    seconds = interleaved(steps, given.rounds)
-    bases = ("standard", "layer by layer")
-    table = Table("network", "ms a step", *(f"to {base}" for base in bases))
-    for name, value in seconds.items():
-        ratios = (f"{value / seconds[base]:.3f}" for base in bases)
-        table.add_row(name, f"{1000 * value:.1f}", *ratios)
-    Console().print(table)
-    return seconds
+def cases(setting: Setting) -> Iterator[Case]:
+    steps, batch = setting.size(16, 2), setting.size(100, 2)
+    x = torch.rand(batch, 28 * 28, device=setting.device).round()
+    noise = torch.randn(steps, batch, 100, device=setting.device)
+    models = networks(setting.size(256, 4), setting.device)
+    peers = {name: training_step(model, x, noise) for name, model in models.items()}
+    yield Case(
+        "16 steps of 256 units, batch of 100",
+        peers,
+        base=BY_HAND,
+        goals=(AtMost("standard", 1.02, BY_HAND), AtMost(OURS, 1.02, "standard")),
+        work=Work(operations(peers[BY_HAND]), "matrix", OURS),
+        examples=batch,
+    )
 
 
-if __name__ == "__main__":
-    main()
+ROW = Row("draw", "Training step of DRAW, sequences a second", cases)

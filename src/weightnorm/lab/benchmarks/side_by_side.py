@@ -1,18 +1,86 @@
-"""Several things timed side by side."""
+"""Several things measured side by side: they take turns, so that whatever else the machine does
+meets all of them."""
 
 from __future__ import annotations
 
+import multiprocessing
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+
+import torch
+
+Step = Callable[[], None]
+Call = Callable[[], float | None]
+"""Does the work. What it returns is the measurement; None: how long it took."""
 
 
-def interleaved(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The median seconds of each, all taking turns; the first round is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            taken[name].append(time.perf_counter() - began)
-    return {name: median(times[1:]) for name, times in taken.items()}
+def interleaved(
+    peers: Mapping[str, Call], rounds: int, least: float = 0.0
+) -> dict[str, list[float]]:
+    """What each peer took in each round.
+
+    The first round is not counted. A call shorter than `least` seconds is repeated for that long,
+    and the mean of the calls is one measurement.
+    """
+    first = {name: _measured(call, 1) for name, call in peers.items()}
+    calls = {name: max(1, round(least / max(taken, 1e-6))) for name, taken in first.items()}
+    taken: dict[str, list[float]] = {name: [] for name in peers}
+    for _ in range(rounds):
+        for name, call in peers.items():
+            taken[name].append(_measured(call, calls[name]))
+    return taken
+
+
+def _measured(call: Call, calls: int) -> float:
+    _wait()
+    began = time.perf_counter()
+    for _ in range(calls):
+        if (told := call()) is not None:
+            return told  # once is enough
+    _wait()
+    return (time.perf_counter() - began) / calls
+
+
+def _wait() -> None:
+    """Let the device finish what it was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def apart(makers: dict[str, Callable[[], Step]]) -> Iterator[dict[str, Step]]:
+    """Steps that are made, and then called from here, each in a process of its own: what one does
+    to its process, such as how it allocates, is not the others'."""
+    with ExitStack() as open_pipes:
+        yield {name: _elsewhere(make, open_pipes) for name, make in makers.items()}
+
+
+def _elsewhere(make: Callable[[], Step], open_pipes: ExitStack) -> Step:
+    context = multiprocessing.get_context("spawn")
+    pipe, its_end = context.Pipe()
+    process = context.Process(target=_serve, args=(make, its_end), daemon=True)
+    process.start()
+    its_end.close()
+    open_pipes.callback(process.join)
+    open_pipes.enter_context(pipe)  # closed, it ends the process
+    pipe.recv()
+
+    def step() -> None:
+        pipe.send(None)
+        pipe.recv()
+
+    return step
+
+
+def _serve(make: Callable[[], Step], pipe: Connection) -> None:
+    step = make()
+    pipe.send(None)
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        step()
+        pipe.send(None)

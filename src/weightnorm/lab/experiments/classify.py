@@ -85,15 +85,16 @@ LEARNING_RATES = {"paper": PAPERS_CHOICE, "cpu": PAPERS_CHOICE, "demo": ALIKE}
 """On the digits 0.003 is best for the standard parameterization too."""
 
 
-def run(config: Config, console: Console | None = None) -> RunRecord:
-    """Train and test one network; the record is the result."""
+def run(config: Config, console: Console | None = None, data: Labelled | None = None) -> RunRecord:
+    """Train and test one network; the record is the result. Other data than the config's may be
+    given: a benchmark has no use for real images."""
     with Run(NAME, config, PRESETS, console) as run:
         if (record := run.finished) is not None:
             return record
         how, alone = config.parameterization, run.ranks.world == 1 or run.device.type == "cuda"
         expected = "any other on several CPUs: torch synchronizes batch norm on GPUs only"
         require(how is not Parameterization.BATCH_NORM or alone, "parameterization", how, expected)
-        data = load(config)
+        data = load(config) if data is None else data
         train, test = (x.to(run.device) for x in (data.train, data.test))
         labels, test_labels = data.train_labels.to(run.device), data.test_labels.to(run.device)
 

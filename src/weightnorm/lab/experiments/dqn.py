@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -20,13 +21,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from weightnorm import (
-    Parameterization,
-    data_dependent_init,
-    folded,
-    parameterize,
-    remove_weight_norm,
-)
+from weightnorm import Parameterization, data_dependent_init, parameterize, remove_weight_norm
 from weightnorm.lab.data.atari import Atari, Game, cartridges
 from weightnorm.lab.data.replay import Batch, Replay
 from weightnorm.lab.experiments.config import RunConfig, require
@@ -299,10 +294,11 @@ def plain_copy(model: nn.Module) -> nn.Module:
     return copy.eval().requires_grad_(False)
 
 
+@torch.no_grad()
 def copy_plain(model: nn.Module, copy: nn.Module) -> None:
     """Bring a plain copy of the model up to date, buffers included."""
-    with folded(model):
-        copy.load_state_dict(model.state_dict())
+    for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
+        tensor.copy_(attrgetter(name)(model))
 
 
 def watch(actor: nn.Module, tester: Tester, epsilon: float) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightnorm.lab.records import RunRecord, find_records, write_atomically
-from weightnorm.lab.reports import claims, classify, dqn, generic, vae
+from weightnorm.lab.reports import bench, claims, classify, dqn, generic, vae
 from weightnorm.lab.reports import draw as draw_
 from weightnorm.lab.reports.comparison import grouped
 from weightnorm.lab.reports.figures import draw
@@ -16,6 +16,7 @@ from weightnorm.lab.reports.page import render
 from weightnorm.lab.reports.section import Section
 
 SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {
+    "bench": bench.section,
     "claims": claims.section,
     "classify": classify.section,
     "vae": vae.section,

@@ -22,8 +22,9 @@ from matplotlib.ticker import (
 )
 from PIL import Image
 
+from weightnorm.lab.reports.bars import bar_figure
 from weightnorm.lab.reports.looks import INK
-from weightnorm.lab.reports.section import Line, Picture, Plot
+from weightnorm.lab.reports.section import Bars, Line, Picture, Plot, Shown
 
 PAPER = "#ffffff"
 WIDTH, HEIGHT, LEGEND_ROW = 5.0, 3.5, 0.21
@@ -63,24 +64,24 @@ class Drawing:
     """Ending → content; the page shows the first."""
 
 
-def draw(figures: Iterable[Plot | Picture]) -> dict[Plot | Picture, Drawing]:
+def draw(figures: Iterable[Shown]) -> dict[Shown, Drawing]:
     """A drawing of each figure, no two of one name."""
-    drawings: dict[Plot | Picture, Drawing] = {}
+    drawings: dict[Shown, Drawing] = {}
     names: set[str] = set()
     for item in figures:
         choices = (f"{item.name}-{i}" if i > 1 else item.name for i in range(1, len(names) + 2))
         name = next(choice for choice in choices if choice not in names)
         names.add(name)
-        files = plot_files(item, name) if isinstance(item, Plot) else picture_files(item)
+        files = picture_files(item) if isinstance(item, Picture) else plot_files(item, name)
         drawings[item] = Drawing(name, files)
     return drawings
 
 
-def plot_files(plot: Plot, name: str) -> dict[str, bytes]:
+def plot_files(plot: Plot | Bars, name: str) -> dict[str, bytes]:
     """A plot as SVG and PNG, in the house's style whatever the user's is; ids in the SVG follow
     from the name."""
     with matplotlib.style.context(["default", {**STYLE, "svg.hashsalt": name}]):
-        drawing = figure(plot)
+        drawing = bar_figure(plot) if isinstance(plot, Bars) else figure(plot)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         return {
             "svg": _saved(drawing, "svg", nothing),

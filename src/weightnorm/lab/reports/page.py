@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.figures import PAPER, Drawing
 from weightnorm.lab.reports.looks import INK
-from weightnorm.lab.reports.section import Picture, Plot, Section
+from weightnorm.lab.reports.section import Section, Shown
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -27,7 +27,7 @@ TEMPLATES = Environment(
 
 def render(
     sections: list[Section],
-    drawings: Mapping[Plot | Picture, Drawing],
+    drawings: Mapping[Shown, Drawing],
     records: list[RunRecord],
     problems: list[str],
 ) -> str:

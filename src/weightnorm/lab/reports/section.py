@@ -74,6 +74,49 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Bar:
+    """A value and its interval."""
+
+    name: str
+    look: Look
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Bars that belong together."""
+
+    name: str
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A bar chart of ratios; what they are ratios to is at 1."""
+
+    name: str
+    """Its file name, without the ending."""
+    title: str
+    caption: str
+    x: str
+    groups: tuple[Group, ...]
+
+    @property
+    def alt(self) -> str:
+        texts = []
+        for group in self.groups:
+            values = ", ".join(f"{bar.name} {bar.value:.3g}" for bar in group.bars)
+            texts.append(f"{group.name}: {values}")
+        return f"{self.title}: {self.x}. {'; '.join(texts)}."
+
+
+Shown = Plot | Bars | Picture
+"""Whatever becomes a file."""
+
+
+@dataclass(frozen=True)
 class Table:
     """A table; the first cell of a row names it."""
 
@@ -91,14 +134,14 @@ class Section:
 
     title: str
     intro: str
-    content: tuple[Plot | Picture | Table | Section, ...] = ()
+    content: tuple[Shown | Table | Section, ...] = ()
 
     @property
-    def figures(self) -> tuple[Plot | Picture, ...]:
-        """Every plot and picture, at any depth, in order."""
-        found: list[Plot | Picture] = []
+    def figures(self) -> tuple[Shown, ...]:
+        """Every figure, at any depth, in order."""
+        found: list[Shown] = []
         for item in self.content:
-            if isinstance(item, Plot | Picture):
+            if isinstance(item, Shown):
                 found.append(item)
             elif isinstance(item, Section):
                 found.extend(item.figures)

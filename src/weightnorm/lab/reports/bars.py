@@ -1,0 +1,37 @@
+"""Bar charts: how much of something each peer takes, in groups."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from weightnorm.lab.reports.looks import INK
+from weightnorm.lab.reports.section import Bars
+
+WIDTH, BAR, GROUP, FRAME = 6.4, 0.24, 0.34, 0.8
+"""Inches: of the figure, and high: a bar, a group's name, the frame."""
+
+
+def bar_figure(bars: Bars) -> Figure:
+    """Bars from the top down, each group under its name; a dashed line where the base is."""
+    count = sum(len(group.bars) for group in bars.groups)
+    height = FRAME + BAR * count + GROUP * len(bars.groups)
+    drawing = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = drawing.add_subplot(xlabel=bars.x)
+    axes.grid(axis="y", visible=False)
+    longest = max([1.0, *(bar.high for group in bars.groups for bar in group.bars)])
+    names: dict[float, str] = {}
+    down = 0.0
+    for group in bars.groups:
+        down += GROUP / BAR
+        axes.text(0, down - 0.25, f" {group.name}", weight="bold", size=9, va="center")
+        axes.plot([1, 1], [down + 0.5, down + len(group.bars) + 0.5], "--", color=INK, linewidth=1)
+        for bar in group.bars:
+            down += 1
+            names[down] = bar.name
+            axes.barh(down, bar.value, color=bar.look.colour, height=0.72)
+            axes.plot([bar.low, bar.high], [down, down], color=INK, linewidth=1.2)
+            axes.text(bar.high + longest / 60, down, f"{bar.value:.3g}", va="center", size=9)
+    axes.set_yticks([*names], [*names.values()])
+    axes.set_ylim(down + 0.8, 0.4)
+    axes.set_xlim(0, 1.12 * longest)
+    return drawing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -60,9 +59,8 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def plot(preset: str, row: Row, shown: dict[str, Any]) -> Plot:
-    names = [series["name"] for series in shown["series"]]
-    free = cycle([look for kind, look in LOOKS.items() if kind not in names] or LOOKS.values())
-    lines = tuple(line(series, free) for series in shown["series"])
+    looks = drawn_as([series["name"] for series in shown["series"]])
+    lines = tuple(map(line, shown["series"], looks))
     bands = " Band: 95 % interval of the mean." if any(one.low for one in lines) else ""
     return Plot(
         slug(f"claim {preset} {row['number']} {shown['title']}"),
@@ -76,9 +74,19 @@ def plot(preset: str, row: Row, shown: dict[str, Any]) -> Plot:
     )
 
 
-def line(series: dict[str, Any], free: Iterator[Look]) -> Line:
-    """What is not one of the five parameterizations is drawn like one that is not in the figure."""
+def drawn_as(names: list[str]) -> list[Look]:
+    """A parameterization looks as everywhere, whatever stands behind a comma; what else there is
+    looks like a parameterization that is not in the figure."""
+    kinds = [name.partition(",")[0] for name in names]
+    free = cycle([look for kind, look in LOOKS.items() if kind not in kinds] or LOOKS.values())
+    looks = []
+    for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+        first = kind in LOOKS and kind not in kinds[:index]
+        words = name.replace(kind, LOOKS[kind].name) if kind in LOOKS else name
+        looks.append(replace(LOOKS[kind] if first else next(free), name=words))
+    return looks
+
+
+def line(series: dict[str, Any], look: Look) -> Line:
     x, y, low, high = (tuple(series[key]) for key in ("x", "y", "low", "high"))
-    name = series["name"]
-    drawn = LOOKS[name] if name in LOOKS else replace(next(free), name=name)
-    return Line(drawn.name, drawn, x, y, low=low, high=high)
+    return Line(look.name, look, x, y, low=low, high=high)

@@ -18,6 +18,7 @@ from weightnorm import (
     weight_norm,
     weight_norm_model,
 )
+from weightnorm.data_init import _mean_and_variance
 
 
 def moments(t, unit=1):
@@ -407,3 +408,14 @@ def test_ranks_together_are_one_process(world):
             torch.testing.assert_close(result[how], alone, atol=1e-5, rtol=1e-5)
             for name in alone:
                 assert torch.equal(result[how][name], results[0][how][name])
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_moments_are_exact_to_rounding_in_every_layout(layout):
+    torch.manual_seed(0)
+    spread = torch.tensor([2.0, 0.1, 1e-3, 0.0]).view(4, 1, 1)
+    t = (1 + spread * torch.randn(50, 4, 16, 16)).to(memory_format=layout)
+    mean, variance = _mean_and_variance(t)
+    expected, expected_mean = torch.var_mean(t.double(), (0, 2, 3), correction=0)
+    torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(variance.double(), expected, rtol=1e-6, atol=0)

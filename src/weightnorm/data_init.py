@@ -205,9 +205,14 @@ def _mean_and_variance(t: Tensor) -> tuple[Tensor, Tensor]:
     if not t.is_cpu:
         variance, mean = torch.var_mean(t, axes, correction=0)
         return mean, variance
-    # On a CPU batch norm's statistics take a tenth of var_mean's time, but where the spread is far
-    # below the mean they are less exact.
-    mean, variance = torch.batch_norm_update_stats(t, None, None, 0.0)
+    # var_mean takes a quarter of the time of the convolution before it; these take a tenth of that,
+    # but where the spread is far below the mean they are less exact.
+    if t.ndim > 2 and t.is_contiguous():
+        mean, variance = torch.batch_norm_update_stats(t, None, None, 0.0)
+    else:  # as it lies in memory: units last
+        rows = t.movedim(1, -1).reshape(-1, t.shape[1])
+        mean = rows.sum(0) / len(rows)
+        variance = (rows - mean).square_().sum(0) / len(rows)
     narrow = (variance <= _NARROW**2 * mean.square()).nonzero().flatten()
     if len(narrow):
         variance[narrow], mean[narrow] = torch.var_mean(t[:, narrow], axes, correction=0)

@@ -13,12 +13,13 @@ from weightnorm.lab.allocation import keep_freed_memory
 if {keep}: keep_freed_memory()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def step(): torch.zeros(16 << 20); torch.ones(16 << 20)
-step(); before = faults(); step(); print(faults() - before)
+for _ in range(6): step()
+before = faults(); step(); print(faults() - before)
 """
 
 
 def faults_of_a_step(keep: bool) -> int:
-    """Pages of memory that the second of two equal steps has to fetch."""
+    """Pages of memory that a step has to fetch, after several like it."""
     words = [sys.executable, "-c", COUNT_FAULTS.format(keep=keep)]
     return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 

@@ -73,7 +73,7 @@ def test_killed_within_a_claim_it_goes_on_there(tmp_path):
     before = len(read_rows(parts))
     assert set(newest(parts.parent)) == {4}
     process = started(*command)
-    wait_for(lambda: process.poll() is not None or len(read_rows(parts)) > before + 5)
+    wait_for(lambda: process.poll() is not None or len(read_rows(parts)) > before)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.figure import Figure
+from matplotlib.transforms import blended_transform_factory
 
 from weightnorm.lab.reports.looks import INK
 from weightnorm.lab.reports.section import Bars
@@ -18,20 +21,25 @@ def bar_figure(bars: Bars) -> Figure:
     drawing = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = drawing.add_subplot(xlabel=bars.x)
     axes.grid(axis="y", visible=False)
+    axes.set_axisbelow(True)
     longest = max([1.0, *(bar.high for group in bars.groups for bar in group.bars)])
+    across = blended_transform_factory(drawing.transFigure, axes.transData)
+    label: dict[str, Any] = {"va": "center", "size": 9, "in_layout": False}
     names: dict[float, str] = {}
     down = 0.0
     for group in bars.groups:
         down += GROUP / BAR
-        axes.text(0, down - 0.25, f" {group.name}", weight="bold", size=9, va="center")
+        # From the figure's left edge on, and without a say in how wide the axes are.
+        bold: dict[str, Any] = {"weight": "bold", "transform": across, "backgroundcolor": "white"}
+        axes.text(0.01, down - 0.25, group.name, **bold, **label)
         axes.plot([1, 1], [down + 0.5, down + len(group.bars) + 0.5], "--", color=INK, linewidth=1)
         for bar in group.bars:
             down += 1
             names[down] = bar.name
             axes.barh(down, bar.value, color=bar.look.colour, height=0.72)
             axes.plot([bar.low, bar.high], [down, down], color=INK, linewidth=1.2)
-            axes.text(bar.high + longest / 60, down, f"{bar.value:.3g}", va="center", size=9)
+            axes.text(bar.high + longest / 60, down, f"{bar.value:.3g}", **label)
     axes.set_yticks([*names], [*names.values()])
     axes.set_ylim(down + 0.8, 0.4)
-    axes.set_xlim(0, 1.12 * longest)
+    axes.set_xlim(0, 1.15 * longest)
     return drawing

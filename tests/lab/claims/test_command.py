@@ -13,6 +13,9 @@ from weightnorm.lab.records import load_record, read_rows
 EXACT = {1, 2, 3, 7, 10, 11, 12, 13, 14, 17}
 
 
+pytestmark = pytest.mark.xdist_group("claims")  # one worker measures them all, once
+
+
 @pytest.fixture(scope="module")
 def all_claims(tmp_path_factory):
     """Every claim, once."""

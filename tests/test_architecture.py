@@ -23,6 +23,7 @@ LIBRARY = {
     "mechanism": {"sharding"},
     "sites": {"functional", "kernels", "mechanism", "sharding"},
     "folding": {"mechanism", "sharding", "sites"},
+    "joining": {"kernels", "mechanism", "sharding", "sites"},
     "reparam": {"functional", "layers", "mechanism", "sharding", "sites"},
     "linear_maps": {"kernels", "layers"},
     "mean_only": {"collective", "layers", "linear_maps", "sharding"},

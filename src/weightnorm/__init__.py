@@ -6,6 +6,7 @@ from weightnorm.data_init import data_dependent_init
 from weightnorm.folding import folded, remove_weight_norm
 from weightnorm.functional import Parts
 from weightnorm.init_report import InitReport
+from weightnorm.joining import together
 from weightnorm.mean_only import (
     MeanOnlyBatchNorm1d,
     MeanOnlyBatchNorm2d,
@@ -39,6 +40,7 @@ __all__ = [
     "parameterize",
     "parts",
     "remove_weight_norm",
+    "together",
     "weight_norm",
     "weight_norm_model",
 ]

@@ -199,7 +199,8 @@ def _quick_property(name: str, slow: property) -> property:
 
     def read(module: nn.Module) -> Any:
         if parametrize._cache_enabled:
-            return slow.fget(module)  # type: ignore[misc]
+            known = parametrize._cache.get((id(module), name))
+            return slow.fget(module) if known is None else known  # type: ignore[misc]
         return module._modules["parametrizations"]._modules[name].forward()  # type: ignore
 
     return property(read, slow.fset)

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from weightnorm import folded
+from weightnorm import folded, together, weight_norm_model
 from weightnorm.lab.benchmarks.goal import AtMost
-from weightnorm.lab.benchmarks.peers import OURS, PLAIN, flavours, training_step
+from weightnorm.lab.benchmarks.peers import OURS, PLAIN, flavour, flavours, training_step
 from weightnorm.lab.benchmarks.row import Case, Row, Setting, Work
 from weightnorm.lab.benchmarks.side_by_side import Call
 
 LAYERS, CHANNELS, LENGTH, BATCH = 60, 32, 512, 4
 DILATIONS = (1, 3, 5)
 FOLDED = "weight norm, folded"
+TOGETHER = "weight norm, together"
 
 
 class Residuals(nn.Module):
@@ -43,12 +44,23 @@ def cases(setting: Setting) -> Iterator[Case]:
     def train(model: nn.Module) -> Call:
         return training_step(model, lambda: model(x).square().mean())
 
+    def train_together(model: nn.Module) -> Call:
+        weights = together(model)
+
+        def loss() -> Tensor:
+            with weights:
+                y: Tensor = model(x)
+            return y.square().mean()
+
+        return training_step(model, loss)
+
+    joined = flavour(lambda: Residuals(layers), weight_norm_model, setting.device)
     yield Case(
         "training step",
-        {name: train(model) for name, model in models.items()},
+        {name: train(model) for name, model in models.items()} | {TOGETHER: train_together(joined)},
         base=PLAIN,
-        goals=(AtMost(OURS, 1.03, PLAIN),),
-        work=Work(3 * operations, "convolution", OURS),
+        goals=(AtMost(TOGETHER, 1.03, PLAIN),),
+        work=Work(3 * operations, "convolution", TOGETHER),
     )
 
     def infer(model: nn.Module) -> Call:

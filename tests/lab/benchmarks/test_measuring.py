@@ -35,9 +35,14 @@ def test_turns_are_taken_and_the_first_round_is_not_counted(clock):
 
         return run
 
-    peers = {"a": step("a", [100.0, 1.0, 2.0, 9.0]), "b": step("b", [100.0, 5.0, 5.0, 5.0])}
-    assert interleaved(peers, rounds=3) == {"a": [1, 2, 9], "b": [5, 5, 5]}
-    assert order == ["a", "b"] * 4
+    peers = {
+        "a": step("a", [100.0, 1.0, 2.0, 9.0, 4.0, 4.0, 4.0, 4.0, 4.0]),
+        "b": step("b", [100.0, *[5.0] * 8]),
+    }
+    assert interleaved(peers, rounds=8) == {"a": [1, 2, 9, *[4] * 5], "b": [5] * 8}
+    turns = list(zip(order[::2], order[1::2], strict=True))
+    assert all(set(turn) == {"a", "b"} for turn in turns)
+    assert len(set(turns)) == 2  # neither is always the first
 
 
 def test_short_calls_are_repeated_and_averaged(clock):

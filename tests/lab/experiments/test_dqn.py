@@ -69,7 +69,7 @@ def config(tmp_path):
         dqn.PRESETS["demo"], runs=tmp_path, width=0.125, epochs=2, train_steps=700, test_steps=60,
         replay_size=400, replay_start=100, init_states=64, batch_size=32, update_every=2,
         sync_every=40, epsilon_steps=500, test_epsilon=0.0, discount=0.9, learning_rate=0.003,
-        device="cpu",
+        value_std=1.0, device="cpu",
     )  # fmt: skip
 
 
@@ -165,15 +165,18 @@ def test_the_plain_copies_compute_what_the_network_does_in_evaluation(config, tm
 
 
 @ALL
-def test_learning_begins_with_unit_variance_everywhere(config, tmp_path, how):
-    agent, seen = agent_of(config, how), []
+@pytest.mark.parametrize("std", [1.0, 0.01])
+def test_learning_begins_with_the_spread_asked_for(config, tmp_path, how, std):
+    agent, seen = agent_of(replace(config, value_std=std), how), []
     states = lived(tmp_path / "ring", [0, 1, 1, 0, 1, 0, 0] * 12).draw(50).states.clone()
     agent.begin(states)
     last = [m for m in agent.model.modules() if isinstance(m, (nn.Linear, nn.BatchNorm1d))][-1]
     last.register_forward_hook(lambda m, i, o: seen.append(o))
     agent.model(states)
-    assert seen[0].mean(0).abs().max() < 1e-3
-    torch.testing.assert_close(seen[0].std(0, correction=0), torch.ones(2), atol=1e-3, rtol=0)
+    assert seen[0].mean(0).abs().max() < 1e-3 * std
+    torch.testing.assert_close(
+        seen[0].std(0, correction=0), torch.full((2,), std), atol=0, rtol=1e-3
+    )
 
 
 def test_the_steps_at_which_things_happen(config, monkeypatch):

@@ -4,6 +4,7 @@ meets all of them."""
 from __future__ import annotations
 
 import multiprocessing
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,15 +22,18 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """What each peer took in each round.
 
-    The first round is not counted. A call shorter than `least` seconds is repeated for that long,
-    and the mean of the calls is one measurement.
+    The first round is not counted. In each round the order is another: what a peer leaves in the
+    caches, or does to the clock rate, meets all others alike. A call shorter than `least` seconds
+    is repeated for that long, and the mean of the calls is one measurement.
     """
     first = {name: _measured(call, 1) for name, call in peers.items()}
     calls = {name: max(1, round(least / max(taken, 1e-6))) for name, taken in first.items()}
     taken: dict[str, list[float]] = {name: [] for name in peers}
+    order, chance = list(peers), random.Random(0)
     for _ in range(rounds):
-        for name, call in peers.items():
-            taken[name].append(_measured(call, calls[name]))
+        chance.shuffle(order)
+        for name in order:
+            taken[name].append(_measured(peers[name], calls[name]))
     return taken
 
 

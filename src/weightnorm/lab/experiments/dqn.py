@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +83,8 @@ class Config(RunConfig):
     """The chance of a random action in testing."""
     init_states: int = 500
     """States for the data-dependent initialization, valued again after each epoch."""
+    value_std: float = 1.0
+    """Spread of the first values over those states."""
 
     PLACE: ClassVar[tuple[str, ...]] = ("game", "parameterization")
 
@@ -96,7 +98,8 @@ class Config(RunConfig):
             require(getattr(self, field) >= 2, field, getattr(self, field), "2 or more")
         for field in ("discount", "epsilon_end", "test_epsilon"):
             require(0 <= getattr(self, field) <= 1, field, getattr(self, field), "from 0 to 1")
-        require(self.width > 0, "width", self.width, "a positive number")
+        for field in ("width", "value_std"):
+            require(getattr(self, field) > 0, field, getattr(self, field), "a positive number")
         require(self.epsilon_steps >= 1, "epsilon_steps", self.epsilon_steps, "1 or more")
         start, size = self.replay_start, self.replay_size
         require(start + self.update_every <= self.train_steps, "replay_start", start,
@@ -121,6 +124,7 @@ CPU = replace(
     replay_start=10_000,
     sync_every=2_000,
     epsilon_steps=100_000,
+    value_std=0.01,
 )
 PRESETS = {
     "paper": PAPER,
@@ -218,7 +222,12 @@ class Agent:
 
     def begin(self, states: Tensor) -> None:
         """Initialize on data; the copies follow."""
-        data_dependent_init(self.model, states.to(self.device))
+        std, last = self.config.value_std, cast(Any, self.model[-1])
+        normed = isinstance(last, nn.Sequential)  # a layer and batch norm, which sets the scale
+        spread = {} if normed else {str(len(self.model) - 1): std}
+        data_dependent_init(self.model, states.to(self.device), target_std=spread)
+        if normed:
+            nn.init.constant_(last[-1].weight, std)
         self.refresh()
         self.sync()
 

@@ -28,6 +28,7 @@ from weightnorm import (
     mean_only_batch_norm,
     normalized_weights,
     remove_weight_norm,
+    together,
     weight_norm,
     weight_norm_model,
 )
@@ -37,7 +38,8 @@ pytestmark = pytest.mark.xdist_group("clusters")  # which share their processes
 DOCS = Path(__file__).parents[1] / "docs" / "scaling.md"
 STEPS, BATCH = 4, 8
 FORMS = ("module", "optimizer")
-WAYS = [f"{wrap}{how}" for wrap in ("ddp", "fsdp") for how in ("", "-accumulated", "-recomputed")]
+HOWS = ("", "-accumulated", "-recomputed", "-together")
+WAYS = [f"{wrap}{how}" for wrap in ("ddp", "fsdp") for how in HOWS]
 
 
 class Block(nn.Module):
@@ -116,8 +118,9 @@ def shares(rows, world):
     return {1: [rows], 2: [rows - 3, 3], 4: [rows - 4, 3, 1, 0]}[world]
 
 
-def train(model, optimizer, rank=0, world=1, pieces=1, steps=range(STEPS)):
+def train(model, optimizer, rank=0, world=1, pieces=1, steps=range(STEPS), within=None):
     """Steps on the mean loss of the global batch, of which this rank has its share."""
+    within = nullcontext() if within is None else within
     for step in steps:
         optimizer.zero_grad()
         for i, (x, y) in enumerate(zip(*(e.chunk(pieces) for e in examples(step)), strict=True)):
@@ -126,7 +129,8 @@ def train(model, optimizer, rank=0, world=1, pieces=1, steps=range(STEPS)):
                 model.set_requires_gradient_sync(last)
             with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
                 x, y = (t.split(shares(len(t), world))[rank] for t in (x, y))
-                loss = F.mse_loss(model(x), y, reduction="sum") / BATCH
+                with within:
+                    loss = F.mse_loss(model(x), y, reduction="sum") / BATCH
                 (loss * world).backward()  # the ranks' gradients are averaged
         optimizer.step()
 
@@ -153,7 +157,9 @@ def trajectories(rank, world):
             model, optimizer = build(form, wrap)
             for block in getattr(model, "module", model):
                 block.recompute = way.endswith("recomputed")
-            train(model, optimizer, rank, world, 2 if way.endswith("accumulated") else 1)
+            pieces = 2 if way.endswith("accumulated") else 1
+            within = together(model) if way.endswith("together") else None
+            train(model, optimizer, rank, world, pieces, within=within)
             results[f"{form} {way}"] = outcome(form, model, optimizer)
     return results
 

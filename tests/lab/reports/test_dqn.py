@@ -17,7 +17,15 @@ def agent(run):
 
     def write(scores, kind="weight-norm", keep=True, random=100.0, **changes):
         metrics = [
-            {"epoch": e, "score": v, "mean_q": e / 2, "loss": 1 / e, "epsilon": 0.1, "seconds": 2.0}
+            {
+                "epoch": e,
+                "score": v,
+                "train_score": v / 2,
+                "mean_q": e / 2,
+                "loss": 1 / e,
+                "epsilon": 0.1,
+                "seconds": 2.0,
+            }
             for e, v in enumerate(scores, 1)
         ]
         result = {"best_score": max(scores), "score": scores[-1], "random_score": random}
@@ -68,6 +76,12 @@ def test_the_best_epoch_stands_beside_the_published_scores(agent):
     assert [invaders[name] for name in papers] == ["1,779", "2,179", "1,975"]
     assert table["Pong"]["weight norm"] == table["Pong"]["Mnih et al."] == "—"
     assert "epochs 2 or 3" in found(preset, Table, "Scores").notes[1]
+
+
+def test_the_score_while_learning_is_drawn(agent):
+    _, game = parts([agent([100, 900, 100])])
+    (line,) = found(game, Plot, "Score while learning").lines
+    assert line.y == (50, 450, 50)
 
 
 def test_the_learning_rate_with_the_highest_best_score_is_drawn(agent):

@@ -67,6 +67,7 @@ def of_game(runs: Comparison) -> Section:
 
     content: list[Plot | Picture | Table] = [
         figure_4(runs),
+        curves("train_score", "Score while learning", "mean return in learning"),
         curves("mean_q", "What the agent expects", "max Q, mean over held-out states"),
         curves("loss", "Loss", "Huber loss of a transition"),
         *watched(runs),

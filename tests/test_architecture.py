@@ -25,8 +25,7 @@ LIBRARY = {
     "folding": {"mechanism", "sharding", "sites"},
     "joining": {"kernels", "mechanism", "sharding", "sites"},
     "reparam": {"functional", "layers", "mechanism", "sharding", "sites"},
-    "linear_maps": {"kernels", "layers"},
-    "mean_only": {"collective", "layers", "linear_maps", "sharding"},
+    "mean_only": {"collective", "kernels", "layers", "sharding"},
     "data_init": {
         "collective",
         "init_report",

@@ -103,7 +103,7 @@ LINEAR = {
 
 @pytest.mark.parametrize(("make", "shape"), LINEAR.values(), ids=LINEAR.keys())
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "weight-normed"])
-def test_the_shortcut_gives_the_plain_forms_numbers(make, shape, normed):
+def test_around_a_layer_it_gives_the_plain_forms_numbers(make, shape, normed):
     layer = make().double()
     if normed:
         weight_norm(layer)
@@ -133,7 +133,7 @@ def test_the_shortcut_gives_the_plain_forms_numbers(make, shape, normed):
 
 
 @pytest.mark.parametrize("name", ["linear", "linear-on-sequences", "strided", "transposed"])
-def test_second_derivatives_of_the_shortcut(name):
+def test_second_derivatives(name):
     make, shape = LINEAR[name]
     layer = mean_only_batch_norm(make().double())
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True), *layer.parameters()]
@@ -141,7 +141,7 @@ def test_second_derivatives_of_the_shortcut(name):
 
 
 @pytest.mark.parametrize("name", ["linear", "conv2d"])
-def test_the_shortcut_writes_to_nobody_elses_gradient_and_keeps_no_output(name):
+def test_it_writes_to_nobody_elses_gradient_and_keeps_no_output(name):
     make, shape = LINEAR[name]
     layer = mean_only_batch_norm(make())
     x, kept = torch.randn(shape, requires_grad=True), []
@@ -164,7 +164,7 @@ def test_what_needs_no_gradient_gets_none(frozen):
     assert {name for name, tensor in inputs.items() if tensor.grad is None} == set(frozen)
 
 
-def test_behind_any_other_layer_the_activations_are_averaged():
+def test_around_a_bilinear_layer():
     layer = mean_only_batch_norm(nn.Bilinear(3, 4, 5).double())
     a, b = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
     torch.testing.assert_close(layer(a, b).mean(0), layer.bias)
@@ -198,9 +198,11 @@ def test_folding_a_norm_behind_a_layer():
         MeanOnlyBatchNorm2d(4, track_running_stats=False).fold_into(layer)
 
 
-def test_the_shortcut_needs_a_batch():
+def test_a_convolution_needs_a_batch():
     with pytest.raises(ValueError, match="needs a batch: expected 4 dimensions"):
         mean_only_batch_norm(nn.Conv2d(3, 4, 3))(torch.randn(3, 6, 6))
+    with pytest.raises(ValueError, match="needs a batch: expected 3 dimensions"):
+        mean_only_batch_norm(nn.Conv1d(3, 4, 3))(torch.randn(3, 6))
 
 
 def test_recurrent_layers_are_refused():

@@ -226,7 +226,8 @@ def _is_fused(v: Tensor, g: Tensor, dim: int, groups: int) -> bool:
 
 def _compose_turned(v: Tensor, g: Tensor, dim: int, eps: float) -> Tensor | None:
     """The fused kernel on a copy with the kept axis first: two copies more, ten calls fewer."""
-    w = native(v.transpose(0, dim).contiguous(), g.transpose(0, dim), 0, eps)
+    units = g.reshape(-1, *[1] * (v.ndim - 1))
+    w = native(v.transpose(0, dim).contiguous(), units, 0, eps)
     return w if w is None else w.transpose(0, dim).contiguous()
 
 

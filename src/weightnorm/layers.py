@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 Conv = _ConvNd
@@ -82,3 +83,25 @@ def refusal(layer: nn.Module, name: str) -> str | None:
         if name.endswith("_proj_weight") and name[0] in "qkv" and layer._qkv_same_embed_dim:
             return f"{name} is a block of in_proj_weight here; use in_proj_weight"
     return None
+
+
+def linear_map(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The map of a linear layer or convolution, with a weight and a bias handed in."""
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight, bias)
+    assert isinstance(layer, Conv)
+    if not isinstance(layer, ConvTransposed):
+        out: Tensor = layer._conv_forward(x, weight, bias)
+        return out
+    conv = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(layer.kernel_size) - 1]
+    padding: Any = layer.padding
+    return conv(
+        x,
+        weight,
+        bias,
+        layer.stride,
+        padding,
+        layer.output_padding,
+        layer.groups,
+        layer.dilation,
+    )

@@ -3,7 +3,14 @@
 Two forms of the same numbers:
 
 - ``MeanOnlyBatchNorm1d/2d/3d``: a module behind anything, like torch's BatchNorm.
-- ``mean_only_batch_norm(layer)``: around a linear map, where the mean is cheaper: `linear_maps`.
+- ``mean_only_batch_norm(layer)``: around a layer, whose bias is b, and in which the running mean
+  disappears in evaluation.
+
+Note [the mean is linear]
+    For a linear layer or a convolution μ[w·x] = w·μ[x]: a mean image through the layer gives the
+    mean of all activations. That is not how it is done here: three passes of one image, forward and
+    back, took longer than the two sums over all activations that they save, at every size of
+    docs/performance.md but where new memory is dear.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ from torch import Tensor, nn
 
 from weightnorm import layers
 from weightnorm.collective import Group, mean_over_ranks
-from weightnorm.linear_maps import centered_map, linear_map, sum_and_count
+from weightnorm.kernels import wide_dtype
 from weightnorm.sharding import is_sharded
 
 
@@ -145,8 +152,7 @@ class MeanOnlyBatchNorm3d(_MeanOnlyBatchNorm):
 class Centered(nn.Module):
     """A layer whose pre-activations are centred over the batch: t̃ = w·x − μ[w·x] + b.
 
-    b is the layer's own bias. Behind a linear or convolutional layer the mean is computed by
-    Note [the mean is linear] in `linear_maps`; behind any other, from the activations.
+    b is the layer's own bias.
     """
 
     def __init__(self, layer: nn.Module, norm: _MeanOnlyBatchNorm) -> None:
@@ -155,26 +161,34 @@ class Centered(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         norm, layer = self.norm, self.layer
-        mean = None if norm.training else norm.running_mean
-        if not isinstance(layer, (nn.Linear, layers.Conv)):
-            t: Tensor = layer(*inputs)
-            if mean is None:
-                total, count = sum_and_count(t, -1)
-                mean = norm.observe(
-                    total if self.bias is None else total - count * self.bias, count
-                )
-            return t - mean.to(t.dtype)
-        (x,) = inputs
-        weight = layer.weight
-        if is_sharded(weight):
+        if any(map(is_sharded, layer.parameters())):
             raise ValueError(
-                f"the weight of {type(layer).__name__} is sharded over ranks in the middle of a "
-                "pass: give fully_shard the module around this layer, not the layer alone"
+                f"{type(layer).__name__} is sharded over ranks in the middle of a pass: give "
+                "fully_shard the module around this layer, not the layer alone"
             )
+        mean = None if norm.training else norm.running_mean
+        if mean is not None and isinstance(layer, (nn.Linear, layers.Conv)):
+            return self._evaluated(*inputs)
+        t: Tensor = layer(*inputs)
+        units = t.ndim - 1
+        if isinstance(layer, layers.Conv):
+            units, batched = 1, len(layer.kernel_size) + 2
+            if t.ndim != batched:
+                raise ValueError(
+                    f"mean-only batch norm needs a batch: expected {batched} dimensions, got an "
+                    f"input of shape {tuple(inputs[0].shape)}"
+                )
         if mean is None:
-            return centered_map(layer, x, weight, self.bias, norm.observe, norm.group is None)
+            total, count = sum_and_count(t, units)
+            mean = norm.observe(total if self.bias is None else total - count * self.bias, count)
+        return t - mean.to(t.dtype).view(-1, *[1] * (t.ndim - 1 - units))
+
+    def _evaluated(self, x: Tensor) -> Tensor:
+        """b − μ̄ rides in the layer's own bias."""
+        weight: Any = self.layer.weight
+        mean: Any = self.norm.running_mean
         shift = -mean if self.bias is None else self.bias - mean
-        return linear_map(layer, x, weight, shift.to(weight.dtype))
+        return layers.linear_map(self.layer, x, weight, shift.to(weight.dtype))
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -202,6 +216,12 @@ def mean_only_batch_norm(
     like: Any = layer.weight
     norm = cls(features, momentum, bias=False, group=group, device=like.device, dtype=like.dtype)
     return Centered(layer, norm.train(layer.training))
+
+
+def sum_and_count(t: Tensor, axis: int) -> tuple[Tensor, int]:
+    """Sum of each feature over every other axis, in float32 or wider, and over how many."""
+    axes = [d for d in range(t.ndim) if d != axis]
+    return t.sum(axes, dtype=wide_dtype(t.dtype)), t.numel() // max(t.shape[axis], 1)
 
 
 def norm_rank(layer: nn.Module) -> int:

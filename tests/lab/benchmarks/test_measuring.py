@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from weightnorm.lab.benchmarks.allocations import peak_bytes
-from weightnorm.lab.benchmarks.goal import AtMost, CopiesAtMost, ExtraAtMost, GrowthAtMost
+from weightnorm.lab.benchmarks.goal import (
+    AtMost,
+    CopiesAtMost,
+    ExtraAtMost,
+    GrowthAtMost,
+    RelativelyAtMost,
+)
 from weightnorm.lab.benchmarks.interval import Interval, interval, medians
 from weightnorm.lab.benchmarks.measurement import measure
 from weightnorm.lab.benchmarks.roofline import Roofline, RooflineProbe, operations
@@ -70,8 +76,26 @@ def test_rounds_are_resampled_whole():
     slow = [1.0, 1.0, 1.0, 9.0, 9.0, 9.0]
     middle = medians({"a": slow, "b": [2 * x for x in slow]})
     assert interval(middle["b"] / middle["a"]) == Interval(2.0, 2.0, 2.0)
-    one = interval(middle["a"])
-    assert (one.low, one.high) == (1.0, 9.0)
+
+
+def test_the_pace_of_a_round_is_taken_out():
+    """Not always the same peer's rounds are hit; without pairing, b would seem faster than a."""
+    pace = [1.0, 1.0, 1.0, 8.0, 8.0, 8.0, 8.0]
+    noise = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0]
+    middle = medians({"a": pace, "b": [1.25 * p * n for p, n in zip(pace, noise, strict=True)]})
+    ratio = interval(middle["b"] / middle["a"])
+    assert ratio.middle == pytest.approx(1.25, rel=0.05)
+    assert 1.0 < ratio.low <= ratio.high < 1.5
+    assert interval(middle["a"]).middle == pytest.approx(8.0, rel=0.1)  # in seconds, still
+
+
+def test_short_rounds_are_more(clock):
+    def tick():
+        clock[0] += 0.5
+
+    assert len(interleaved({"a": tick, "b": tick}, rounds=3, budget=5.0)["a"]) == 5
+    assert len(interleaved({"a": tick, "b": tick}, rounds=3, budget=500.0)["a"]) == 12
+    assert len(interleaved({"a": tick, "b": tick}, rounds=3, budget=0.1)["a"]) == 3
 
 
 def value(goal, **samples):
@@ -84,6 +108,8 @@ def test_what_goals_measure():
     assert value(extra, a=1.1, b=1.4, base=1.0) == pytest.approx(0.25)
     assert value(extra, a=1.1, b=1.0, base=1.0) == math.inf  # the other costs nothing
     assert value(extra, a=1.0, b=0.9, base=1.0) == 0
+    relative = RelativelyAtMost(("a", "b"), 1.0, ("c", "d"))
+    assert value(relative, a=3.0, b=2.0, c=6.0, d=5.0) == pytest.approx(1.25)
     copies = CopiesAtMost("a", 1.0, "b", 100, "weights")
     assert value(copies, a=350.0, b=200.0) == 1.5
 

@@ -56,6 +56,24 @@ class AtMost:
 
 
 @dataclass(frozen=True)
+class RelativelyAtMost:
+    """(ours / its base) ≤ limit × (theirs / its base)."""
+
+    ours: tuple[str, str]
+    limit: float
+    theirs: tuple[str, str]
+
+    @property
+    def says(self) -> str:
+        (ours, base), (theirs, other) = self.ours, self.theirs
+        return f"{ours} to {base} ≤ {self.limit:g} × {theirs} to {other}"
+
+    def value(self, of: Medians) -> Tensor:
+        (ours, base), (theirs, other) = self.ours, self.theirs
+        return of[ours] / of[base] / (of[theirs] / of[other])
+
+
+@dataclass(frozen=True)
 class ExtraAtMost:
     """ours − base ≤ limit × (theirs − base)."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from weightnorm import parts, weight_norm
-from weightnorm.lab.benchmarks.goal import AtMost, GrowthAtMost
+from weightnorm.lab.benchmarks.goal import GrowthAtMost, RelativelyAtMost
 from weightnorm.lab.benchmarks.peers import FLAVOURS, OURS, PLAIN, flavour
 from weightnorm.lab.benchmarks.row import Case, Row, Setting, Work
 from weightnorm.lab.benchmarks.side_by_side import Call, interleaved
@@ -99,8 +99,10 @@ def ranks(setting: Setting) -> Case:
     for world in worlds:
         for name, samples in measured_on(world, setting).items():
             peers[f"{name}, {world}"] = partial(next, iter(samples))
-    goals = tuple(AtMost(f"{OURS}, {n}", 1.05, f"{PLAIN}, {n}") for n in worlds)
-    return Case("ranks, step of a feed-forward network", peers, f"{PLAIN}, 1", goals)
+    pairs = {n: (f"{OURS}, {n}", f"{PLAIN}, {n}") for n in worlds}
+    goals = tuple(RelativelyAtMost(pairs[n], 1.05, pairs[1]) for n in worlds[1:])
+    name, rounds = "ranks, step of a feed-forward network", setting.rounds
+    return Case(name, peers, f"{PLAIN}, 1", goals, rounds=rounds)
 
 
 def measured_on(world: int, setting: Setting) -> dict[str, list[float]]:

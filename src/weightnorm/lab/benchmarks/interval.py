@@ -22,8 +22,11 @@ Medians = Mapping[str, Tensor]
 
 
 def medians(samples: Mapping[str, Sequence[float]], draws: int = 2000) -> Medians:
-    """Rounds are resampled whole: what hit one peer in a round mostly hit the others too."""
+    """What slowed a whole round is taken out of it: each is divided by its pace, the geometric mean
+    of its peers to that of the middle round. Then rounds are resampled whole."""
     table = torch.tensor([*samples.values()], dtype=torch.float64)  # (peers, rounds)
+    pace = table.log().mean(0)
+    table = table / (pace - pace.median()).exp()
     rounds = table.shape[1]
     drawn = torch.randint(rounds, (draws, rounds), generator=torch.Generator().manual_seed(0))
     rows = torch.cat([torch.arange(rounds).unsqueeze(0), drawn])

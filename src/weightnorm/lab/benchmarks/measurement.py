@@ -53,7 +53,8 @@ class Measurement:
 
 def measure(case: Case, setting: Setting, roofline: Roofline) -> Measurement:
     """All peers of a case, in turns."""
-    samples = interleaved(case.peers, case.rounds or setting.rounds, setting.least)
+    budget = setting.budget if case.rounds is None else 0.0
+    samples = interleaved(case.peers, case.rounds or setting.rounds, setting.least, budget)
     middles = medians(samples)
     goals = []
     for goal in case.goals:

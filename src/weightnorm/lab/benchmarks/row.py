@@ -31,6 +31,11 @@ class Setting:
         """Seconds that one measurement takes at least."""
         return self.size(0.02, 0.0)
 
+    @property
+    def budget(self) -> float:
+        """Seconds that a case may take before it keeps to its least number of rounds."""
+        return self.size(20.0, 0.0)
+
 
 @dataclass(frozen=True)
 class Work:
@@ -57,7 +62,7 @@ class Case:
     """How many one call goes through, where examples a second are of interest."""
     unit: Literal["s", "B"] = "s"
     rounds: int | None = None
-    """Others than the setting's."""
+    """Exactly so many, in place of the setting's and what its budget allows."""
 
 
 @dataclass(frozen=True)

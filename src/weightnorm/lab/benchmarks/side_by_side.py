@@ -12,23 +12,27 @@ from multiprocessing.connection import Connection
 
 import torch
 
+MORE = 4
 Step = Callable[[], None]
 Call = Callable[[], float | None]
 """Does the work. What it returns is the measurement; None: how long it took."""
 
 
 def interleaved(
-    peers: Mapping[str, Call], rounds: int, least: float = 0.0
+    peers: Mapping[str, Call], rounds: int, least: float = 0.0, budget: float = 0.0
 ) -> dict[str, list[float]]:
     """What each peer took in each round.
 
     The first round is not counted. In each round the order is another: what a peer leaves in the
     caches, or does to the clock rate, meets all others alike. A call shorter than `least` seconds
-    is repeated for that long, and the mean of the calls is one measurement.
+    is repeated for that long, and the mean of the calls is one measurement. Where rounds are short
+    there are more of them, up to MORE times as many, as far as `budget` seconds go.
     """
     first = {name: _measured(call, 1) for name, call in peers.items()}
     calls = {name: max(1, round(least / max(taken, 1e-6))) for name, taken in first.items()}
     taken: dict[str, list[float]] = {name: [] for name in peers}
+    a_round = sum(max(seconds, least) for seconds in first.values())
+    rounds = min(max(rounds, int(budget / max(a_round, 1e-6))), MORE * rounds)
     order, chance = list(peers), random.Random(0)
     for _ in range(rounds):
         chance.shuffle(order)

@@ -29,8 +29,8 @@ COLOURS = (
 def section(records: list[RunRecord]) -> Section:
     parts = tuple(part(record) for record in records if record.result)
     intro = (
-        "Peers take turns within one run; ratios of medians, with 95 % bootstrap intervals over "
-        "rounds. A goal is met if the whole interval keeps it."
+        "Peers take turns within one run; ratios of medians over rounds, each divided by its "
+        "pace, with 95 % bootstrap intervals. A goal is met if the whole interval keeps it."
     )
     return Section("What it costs", intro, parts)
 

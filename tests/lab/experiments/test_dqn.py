@@ -311,6 +311,9 @@ def test_the_presets_keep_the_papers_settings():
         assert all(getattr(preset, field) == getattr(paper, field) for field in same)
     rates = {str(how): rate for how, rate in dqn.LEARNING_RATES["paper"].items()}
     assert rates == {"standard": 0.0001, "weight-norm": 0.0003, "batch-norm": 0.0003}
+    grid = {0.0001: 0.0003, 0.0003: 0.001}  # a step further, where there are fewer updates
+    for preset in ("cpu", "demo"):
+        assert {how: grid[rates[str(how)]] for how in dqn.COMPARED} == dqn.LEARNING_RATES[preset]
 
 
 def test_a_game_has_a_folder_of_its_own():

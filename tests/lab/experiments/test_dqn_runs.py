@@ -32,7 +32,7 @@ def reference(tmp_path_factory):
 def test_a_run_leaves_its_record(reference):
     record = load_record(run_folder(reference))
     assert record.folder.relative_to(reference).parts[2:] == (
-        "breakout", "weight-norm", "lr-0.0003", "seed-1"
+        "breakout", "weight-norm", "lr-0.001", "seed-1"
     )  # fmt: skip
     assert set(record.result) == {"best_score", "score", "mean_q", "random_score", "seconds"}
     assert record.result["best_score"] == max(record.column("score"))

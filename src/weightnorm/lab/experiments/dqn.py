@@ -149,7 +149,9 @@ SIZES = {
 }
 PAPERS_CHOICE = dict.fromkeys(COMPARED, 0.0003) | {Parameterization.STANDARD: 0.0001}
 """From its grid {0.0001, 0.0003, 0.001, 0.003}; it names none for batch norm."""
-LEARNING_RATES = dict.fromkeys(PRESETS, PAPERS_CHOICE)
+NEXT = dict.fromkeys(COMPARED, 0.001) | {Parameterization.STANDARD: 0.0003}
+"""The next ones of that grid, for a hundredth of the steps."""
+LEARNING_RATES = {"paper": PAPERS_CHOICE, "cpu": NEXT, "demo": NEXT}
 
 
 def run(

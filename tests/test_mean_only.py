@@ -1,4 +1,4 @@
-"""Mean-only batch norm: eq. 7 and 8, torch's conventions, the shortcut by the mean input."""
+"""Mean-only batch norm: eq. 7 and 8, torch's conventions, and around a layer."""
 
 import copy
 import pickle
@@ -248,7 +248,7 @@ def _synced_case(name):
 def _synced(rank, world):
     results, (a, b) = {}, SPLITS[world][rank]
     for name in SYNCED:
-        for form in ("module", "shortcut"):
+        for form in ("module", "around"):
             layer, x, counts = _synced_case(name)
             group = dist.group.WORLD
             if form == "module":
@@ -278,7 +278,7 @@ def synced(request):
 
 
 @pytest.mark.xdist_group("synced")
-@pytest.mark.parametrize("form", ["module", "shortcut"])
+@pytest.mark.parametrize("form", ["module", "around"])
 @pytest.mark.parametrize("name", SYNCED)
 def test_ranks_together_are_one_process(synced, name, form):
     layer, x, counts = _synced_case(name)
@@ -286,12 +286,12 @@ def test_ranks_together_are_one_process(synced, name, form):
     t = layer(*[x] * (1 + (name == "bilinear")))
     bias = layer.bias.detach().view(-1, *[1] * (t.ndim - 2))
     mean = t.mean(axes(t), keepdim=True)
-    out = t - mean + (bias if form == "shortcut" else 0)
+    out = t - mean + (bias if form == "around" else 0)
     (out * counts).sum().backward()
     results = [rank[f"{name} {form}"] for rank in synced]
     torch.testing.assert_close(torch.cat([r["out"] for r in results]), out.detach())
     torch.testing.assert_close(torch.cat([r["x"] for r in results]), x.grad)
-    running = 0.1 * (mean - (bias if form == "shortcut" else 0)).flatten().detach()
+    running = 0.1 * (mean - (bias if form == "around" else 0)).flatten().detach()
     for r in results:
         torch.testing.assert_close(r["weight"], layer.weight.grad)
         torch.testing.assert_close(r["running"], running)

@@ -8,9 +8,9 @@ Two forms of the same numbers:
 
 Note [the mean is linear]
     For a linear layer or a convolution μ[w·x] = w·μ[x]: a mean image through the layer gives the
-    mean of all activations. That is not how it is done here: three passes of one image, forward and
-    back, took longer than the two sums over all activations that they save, at every size of
-    docs/performance.md but where new memory is dear.
+    mean of all activations. That is not how it is done here: where memory is kept when freed, three
+    passes of one image took longer than the sums over all activations that they save
+    (docs/performance.md).
 """
 
 from __future__ import annotations

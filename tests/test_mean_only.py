@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -270,6 +271,20 @@ def _synced(rank, world):
                 "running": norm.running_mean,
             }
     return results
+
+
+def test_a_layer_does_not_keep_its_group_alive(tmp_path):
+    # the threads of a group that is still there when the interpreter ends abort the process
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    layer = MeanOnlyBatchNorm1d(3, group=dist.group.WORLD)
+    layer(torch.randn(4, 3)).sum().backward()
+    group = weakref.ref(dist.group.WORLD)
+    assert layer.group is group()
+    dist.destroy_process_group()
+    assert group() is None
+    layer.eval()(torch.randn(4, 3))
+    with pytest.raises(RuntimeError, match="process group of MeanOnlyBatchNorm1d was destroyed"):
+        layer.train()(torch.randn(4, 3))
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["uneven", "one-rank-empty"])

@@ -16,6 +16,7 @@ Note [the mean is linear]
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class _MeanOnlyBatchNorm(nn.Module):
         bias: learn b, starting at 0.
         track_running_stats: keep the running mean for evaluation; without it the batch's own mean
             is used there too.
-        group: take the mean over all ranks of this process group.
+        group: take the mean over all ranks of this process group. The layer does not keep it alive:
+            a group that outlives the interpreter aborts the process.
     """
 
     dims: tuple[int, ...]
@@ -56,7 +58,8 @@ class _MeanOnlyBatchNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_features, self.momentum, self.group = num_features, momentum, group
+        self.num_features, self.momentum = num_features, momentum
+        self._group = None if group is None else weakref.ref(group)
         self.track_running_stats = track_running_stats
         b = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", b)
@@ -65,6 +68,16 @@ class _MeanOnlyBatchNorm(nn.Module):
         count = torch.tensor(0, device=device) if tracked else None
         self.register_buffer("running_mean", mean)
         self.register_buffer("num_batches_tracked", count)
+
+    @property
+    def group(self) -> Group:
+        """The process group of the mean, or None."""
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"the process group of {type(self).__name__} was destroyed")
+        return group
 
     def forward(self, t: Tensor) -> Tensor:
         if t.ndim not in self.dims or t.shape[1] != self.num_features:
@@ -114,12 +127,6 @@ class _MeanOnlyBatchNorm(nn.Module):
             own = getattr(layer, "bias", None)
             layer.bias = nn.Parameter(bias if own is None else own + bias)
         return layer
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self.group)] = self.group  # a process group is shared, not copied
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
 
     def extra_repr(self) -> str:
         return (

@@ -154,3 +154,27 @@ def test_each_rank_of_a_machine_has_a_gpu_of_its_own(monkeypatch, device, backen
     assert Ranks.join(torch.device(device), 9) == Ranks(5, 8)
     assert asked.pop("gpu", None) == gpu
     assert asked == {"b": backend, "t": timedelta(seconds=9)}
+
+
+LEAVES_NOTHING = """
+import weakref
+import torch
+from weightnorm.lab.experiments.ranks import Ranks
+
+ranks = Ranks.join(torch.device("cpu"), 60)
+group = weakref.ref(torch.distributed.group.WORLD)
+weight = torch.ones(3, requires_grad=True)
+weight.sum().backward()
+torch.optim.Adam([weight]).step()  # which imports what takes the group as its default
+ranks.leave()
+raise SystemExit(group() is not None)
+"""
+
+
+def test_nothing_holds_the_group_once_the_ranks_have_left():
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+    command = [*launch, sys.executable, "-c", LEAVES_NOTHING]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

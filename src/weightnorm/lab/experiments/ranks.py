@@ -1,4 +1,11 @@
-"""The ranks a run is spread over: one process, or those that torchrun started."""
+"""The ranks a run is spread over: one process, or those that torchrun started.
+
+Note [a group must end]
+    The threads of a process group that is still there when the interpreter ends abort the process.
+    `destroy_process_group` only forgets it; whoever else holds the group keeps it. So do the
+    functions of torch.distributed.nn: the group they find when imported (by the first optimizer
+    step, through torch._dynamo) is their default. Imported here, they find none.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # see Note [a group must end]
 from torch import Tensor, nn
 
 from weightnorm.collective import RankLost, waiting

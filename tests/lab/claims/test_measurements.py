@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from weightnorm import parts, weight_norm
 from weightnorm.lab.claims import cost, covariance, growth, noise, reinforcement
+from weightnorm.lab.claims.measure import measure, newest
 from weightnorm.lab.claims.workbench import WRAPS, Workbench, shrunk
 from weightnorm.lab.data.replay import Batch
 from weightnorm.lab.experiments.run import RunError
@@ -44,6 +46,14 @@ def test_a_network_that_must_not_break_says_so():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
     with pytest.raises(RunError, match="broke at step"):
         BENCH.train(model, optimizer, steps=50, batch=16, seed=1)
+
+
+def test_a_claim_that_breaks_does_not_stop_the_others(monkeypatch, tmp_path):
+    monkeypatch.setitem(growth.QUICK_RATES, "gradient descent", 1e30)
+    bench = Workbench(quick=True, seeds=(1, 2), runs=tmp_path)
+    with pytest.raises(RunError, match=r"claim 5: .* broke at step .* The others are in"):
+        measure(bench, only=(2, 5, 10), console=Console(quiet=True))
+    assert list(newest(tmp_path / "claims" / "quick")) == [2, 10]
 
 
 def test_images_are_shrunk_to_means():

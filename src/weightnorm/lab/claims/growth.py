@@ -32,8 +32,8 @@ OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "Adam": lambda p, rate: torch.optim.Adam(p, lr=rate),
 }
 QUICK_RATES = {"gradient descent": 0.1, "momentum 0.9": 0.02, "Adam": 0.003}
-FULL_RATES = {"gradient descent": 0.01, "momentum 0.9": 0.001, "Adam": 0.003}
-"""At which training is stable."""
+FULL_RATES = {"gradient descent": 0.003, "momentum 0.9": 0.001, "Adam": 0.003}
+"""At which training is stable for every seed (plain gradient descent at 0.01 lost one of five)."""
 BATCHES = (128, 32, 8)
 """Smaller batches have noisier gradients; the mean gradient is the same."""
 ROUNDING = 1e-12

@@ -31,7 +31,7 @@ from weightnorm.lab.claims.progress import Shown
 from weightnorm.lab.claims.workbench import Workbench
 from weightnorm.lab.experiments.config import ConfigError, require
 from weightnorm.lab.experiments.environment import environment
-from weightnorm.lab.experiments.run import Interrupted
+from weightnorm.lab.experiments.run import Interrupted, RunError
 from weightnorm.lab.records import Row, append_row, load_record, read_rows, write_json
 
 SEEDS, QUICK_SEEDS = (1, 2, 3, 4, 5), (1, 2, 3)
@@ -66,10 +66,15 @@ def measure(
     shown = Shown(console or Console(stderr=True), len(left))
     crew = Crew(workers, folder / "parts.jsonl", shown.part)
     bench = replace(bench, crew=crew)
+    failed: list[str] = []
     try:
         for number in left:
             shown.begin(CLAIMS[number])
-            found = CLAIMS[number].measure(bench)
+            try:
+                found = CLAIMS[number].measure(bench)
+            except RunError as error:  # the others can still be measured
+                failed.append(f"claim {number}: {error}")
+                continue
             append_row(folder / "metrics.jsonl", CLAIMS[number].row(found))
             shown.end(found)
     except KeyboardInterrupt:
@@ -77,6 +82,8 @@ def measure(
     finally:
         shown.close()
         crew.close()
+    if failed:
+        raise RunError(f"{'; '.join(failed)}. The others are in {folder}")
     rows = newest(folder)
     if set(rows) >= set(CLAIMS):
         write_json(folder / "result.json", Counter(row["verdict"] for row in rows.values()))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.modules.module import register_module_forward_hook
 
 from ranks import on_ranks
 from weightnorm import (
@@ -271,6 +272,22 @@ def _synced(rank, world):
                 "running": norm.running_mean,
             }
     return results
+
+
+@pytest.mark.parametrize(
+    "register", [nn.Module.register_forward_hook, None], ids=["its own", "of all modules"]
+)
+def test_a_hook_on_the_layer_keeps_what_it_saw(register):
+    layer, seen = nn.Linear(3, 2), {}
+
+    def hook(module, inputs, output):
+        seen.setdefault(module, output)
+
+    hooked = register(layer, hook) if register else register_module_forward_hook(hook)
+    x = torch.randn(5, 3)
+    with hooked:
+        mean_only_batch_norm(layer)(x)
+    torch.testing.assert_close(seen[layer], layer(x))
 
 
 def test_a_layer_does_not_keep_its_group_alive(tmp_path):

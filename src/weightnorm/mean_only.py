@@ -188,7 +188,8 @@ class Centered(nn.Module):
         if mean is None:
             total, count = sum_and_count(t, units)
             mean = norm.observe(total if self.bias is None else total - count * self.bias, count)
-        return t - mean.to(t.dtype).view(-1, *[1] * (t.ndim - 1 - units))
+        shift = mean.to(t.dtype).view(-1, *[1] * (t.ndim - 1 - units))
+        return t - shift if _is_watched(layer) else t.sub_(shift)  # in place is twice as fast
 
     def _evaluated(self, x: Tensor) -> Tensor:
         """b − μ̄ rides in the layer's own bias."""
@@ -247,6 +248,11 @@ def unit_count(layer: nn.Module) -> int:
     """How many output units a linear, bilinear or convolutional layer has."""
     units: Any = layer.out_channels if isinstance(layer, layers.Conv) else layer.out_features
     return int(units)
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Whether a hook may have kept the layer's output, which else is nobody's."""
+    return bool(layer._forward_hooks or nn.modules.module._global_forward_hooks)
 
 
 def _is_recomputed() -> bool:

@@ -290,6 +290,56 @@ def test_a_hook_on_the_layer_keeps_what_it_saw(register):
     torch.testing.assert_close(seen[layer], layer(x))
 
 
+class Causal(nn.Conv1d):
+    """A convolution whose forward is its own."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.pad(x, (2, 0)))
+
+
+def halved(layer):
+    layer.register_forward_pre_hook(lambda layer, x: (x[0] / 2,))
+    return layer
+
+
+def replaced(layer):
+    own = layer.forward
+    layer.forward = lambda x: own(x) * 3
+    return layer
+
+
+BESIDES = {
+    "forward of a subclass": (lambda: Causal(3, 4, 3), torch.randn(5, 3, 7)),
+    "forward of its own": (lambda: replaced(nn.Linear(3, 4)), torch.randn(5, 3)),
+    "hook": (lambda: halved(nn.Linear(3, 4)), torch.randn(5, 3)),
+    "weight by hook": (lambda: nn.utils.weight_norm(nn.Linear(3, 4)), torch.randn(5, 3)),
+    "output size": (lambda: nn.ConvTranspose1d(3, 4, 3, stride=2), torch.randn(5, 3, 4), [10]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("case", BESIDES)
+def test_what_a_layer_does_besides_is_done(case):
+    make, *inputs = BESIDES[case]
+    layer = make()
+    centered = mean_only_batch_norm(layer)
+
+    def per_unit(x):
+        return x.view(-1, *[1] * (inputs[0].ndim - 2))
+
+    def change():  # a weight by hook is stale from here to the next call
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.add_(0.1)
+
+    change()
+    out, t = centered(*inputs), layer(*inputs)
+    torch.testing.assert_close(out, t - t.mean(axes(t), keepdim=True) + per_unit(layer.bias))
+    change()
+    out, t = centered.eval()(*inputs), layer(*inputs)
+    torch.testing.assert_close(out, t - per_unit(centered.norm.running_mean))
+
+
 def test_a_layer_does_not_keep_its_group_alive(tmp_path):
     # the threads of a group that is still there when the interpreter ends abort the process
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)

@@ -85,8 +85,10 @@ def refusal(layer: nn.Module, name: str) -> str | None:
     return None
 
 
-def linear_map(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The map of a linear layer or convolution, with a weight and a bias handed in."""
+def linear_map(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The map of a linear layer or convolution, with another bias."""
+    weight: Any = layer.weight
+    bias = None if bias is None else bias.to(weight.dtype)
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
     assert isinstance(layer, Conv)

@@ -173,10 +173,12 @@ class Centered(nn.Module):
                 f"{type(layer).__name__} is sharded over ranks in the middle of a pass: give "
                 "fully_shard the module around this layer, not the layer alone"
             )
+        bare = len(inputs) == 1 and _is_bare(layer)
         mean = None if norm.training else norm.running_mean
-        if mean is not None and isinstance(layer, (nn.Linear, layers.Conv)):
-            return self._evaluated(*inputs)
-        t: Tensor = layer(*inputs)
+        if bare and mean is not None:  # b − μ̄ rides in the layer's own bias
+            return layers.linear_map(layer, inputs[0], self._shift(mean))
+        # Without b, whose gradient would be computed, once more, to be 0.
+        t: Tensor = layers.linear_map(layer, inputs[0], None) if bare else layer(*inputs)
         units = t.ndim - 1
         if isinstance(layer, layers.Conv):
             units, batched = 1, len(layer.kernel_size) + 2
@@ -187,16 +189,16 @@ class Centered(nn.Module):
                 )
         if mean is None:
             total, count = sum_and_count(t, units)
-            mean = norm.observe(total if self.bias is None else total - count * self.bias, count)
-        shift = mean.to(t.dtype).view(-1, *[1] * (t.ndim - 1 - units))
-        return t - shift if _is_watched(layer) else t.sub_(shift)  # in place is twice as fast
+            if not bare and self.bias is not None:
+                total = total - count * self.bias
+            mean = norm.observe(total, count)
+        shift = (self._shift(mean) if bare else -mean).to(t.dtype)
+        shift = shift.view(-1, *[1] * (t.ndim - 1 - units))
+        return t.add_(shift) if bare else t + shift  # in place is twice as fast
 
-    def _evaluated(self, x: Tensor) -> Tensor:
-        """b − μ̄ rides in the layer's own bias."""
-        weight: Any = self.layer.weight
-        mean: Any = self.norm.running_mean
-        shift = -mean if self.bias is None else self.bias - mean
-        return layers.linear_map(self.layer, x, weight, shift.to(weight.dtype))
+    def _shift(self, mean: Tensor) -> Tensor:
+        """b − μ."""
+        return -mean if self.bias is None else self.bias - mean
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -250,9 +252,21 @@ def unit_count(layer: nn.Module) -> int:
     return int(units)
 
 
-def _is_watched(layer: nn.Module) -> bool:
-    """Whether a hook may have kept the layer's output, which else is nobody's."""
-    return bool(layer._forward_hooks or nn.modules.module._global_forward_hooks)
+def _is_bare(layer: nn.Module) -> bool:
+    """Whether to call this layer is to apply torch's own linear map and nothing else: no forward
+    of a subclass, no hook that computes the weight or looks at the output."""
+    return (
+        isinstance(layer, (nn.Linear, layers.Conv))
+        and layer.forward.__module__ in _OWN
+        and not layer._forward_pre_hooks
+        and not layer._forward_hooks
+        and not layer._backward_pre_hooks
+        and not layer._backward_hooks
+        and not nn.modules.module._has_any_global_hook()
+    )
+
+
+_OWN = (nn.Linear.__module__, nn.Conv2d.__module__)
 
 
 def _is_recomputed() -> bool:

@@ -56,8 +56,7 @@ def monotone_growth(bench: Workbench) -> Measured:
         curves = [row["curve"] for row in rows]
         lines.append(series(name, range(len(curves[0])), zip(*curves, strict=True)))
     said = [
-        f"{name}: {100 * max(x['shrinking']):.2g} % of unit-steps shrink, ‖v‖ × "
-        f"{bootstrap(x['growth'])}"
+        f"{name}: {100 * max(x['shrinking']):.2g} % of unit-steps shrink, ‖v‖ {gain(x['growth'])}"
         for name, x in numbers.items()
     ]
     exact = max(numbers["gradient descent"]["pythagoras"])
@@ -75,6 +74,16 @@ def growth_in_training(bench: Workbench, name: str, seed: int) -> dict[str, Any]
         "pythagoras": off,
         "curve": (lengths.mean(1) / lengths[0].mean()).tolist(),
     }
+
+
+def gain(factors: list[float]) -> str:
+    """By how much more, with its interval.
+
+    >>> gain([1.5, 1.5])
+    '+50 % [50, 50]'
+    """
+    mean, low, high = bootstrap([100 * (factor - 1) for factor in factors])
+    return f"{mean:+.2g} % [{low:.2g}, {high:.2g}]"
 
 
 def growth_verdict(numbers: dict[str, Any]) -> Verdict:
@@ -124,8 +133,7 @@ def noise_and_growth(bench: Workbench) -> Measured:
     rows = bench.each(growth_by_noise, [(seed,) for seed in bench.seeds])
     growth = {batch: [row["growth"][i] for row in rows] for i, batch in enumerate(BATCHES)}
     shrinking = {batch: [row["shrinking"][i] for row in rows] for i, batch in enumerate(BATCHES)}
-    means = {batch: bootstrap(growth[batch]) for batch in BATCHES}
-    said = ", ".join(f"batch {b}: ‖v‖ × {means[b]}" for b in BATCHES)
+    said = ", ".join(f"batch {b}: ‖v‖ {gain(growth[b])}" for b in BATCHES)
     step = ", ".join(f"{1 / bootstrap(shrinking[b]).mean:.3g}" for b in BATCHES)
     value = f"{said}; effective step × {step}"
     line = series("weight norm", BATCHES, growth.values())

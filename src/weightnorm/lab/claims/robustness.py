@@ -183,6 +183,9 @@ def width(losses: list[float], *, within: float = WITHIN) -> float:
 
 
 def figure(name: str, losses: Table) -> Figure:
-    lines = [series(way, RATES, zip(*rows, strict=True)) for way, rows in losses.items()]
+    spoken = {"weight-norm-log": "log-scale weight norm"}
+    lines = [
+        series(spoken.get(way, way), RATES, zip(*rows, strict=True)) for way, rows in losses.items()
+    ]
     title = f"Final training loss against the learning rate, {name}"
     return Figure(title, "learning rate", "training loss", tuple(lines), log_x=True)

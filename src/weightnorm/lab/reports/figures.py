@@ -37,6 +37,8 @@ TICKS = 6
 """On a logarithmic axis one at each value, if they are no more; else one at each decade."""
 MARKERS = 8
 """On a long line."""
+NARROW = 3
+"""From the lowest to the highest value: within, a logarithmic axis has too few ticks to be read."""
 STYLE = {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # a dollar in a name is a dollar
@@ -138,7 +140,8 @@ def _draw_line(axes: Axes, line: Line) -> Line2D:
 def _scale(axes: Axes, plot: Plot) -> None:
     if plot.from_zero:
         axes.set_ylim(bottom=0)
-    if plot.log_y:
+    low, high = axes.get_ylim()
+    if plot.log_y and not 0 < low < high < NARROW * low:
         axes.set_yscale("log")
         low, high = axes.get_ylim()
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))

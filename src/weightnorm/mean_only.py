@@ -177,7 +177,7 @@ class Centered(nn.Module):
         mean = None if norm.training else norm.running_mean
         if bare and mean is not None:  # b − μ̄ rides in the layer's own bias
             return layers.linear_map(layer, inputs[0], self._shift(mean))
-        # Without b, whose gradient would be computed, once more, to be 0.
+        # Without b: the layer would compute a gradient for it that is 0.
         t: Tensor = layers.linear_map(layer, inputs[0], None) if bare else layer(*inputs)
         units = t.ndim - 1
         if isinstance(layer, layers.Conv):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from weightnorm import together
 from weightnorm.lab.benchmarks.goal import AtMost
 from weightnorm.lab.benchmarks.peers import OURS
 from weightnorm.lab.benchmarks.roofline import operations
@@ -30,10 +31,13 @@ def training_step(model: VAE, x: Tensor) -> Call:
     """A step as the experiment takes it: bound, gradient, Adamax, average."""
     optimizer = torch.optim.Adamax(model.parameters(), lr=0.002, foreach=True)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    weights = together(model)
 
     def step() -> None:
         optimizer.zero_grad()
-        (-model(x).elbo.mean()).backward()
+        with weights:
+            elbo = model(x).elbo
+        (-elbo.mean()).backward()
         optimizer.step()
         average.update_parameters(model)
 

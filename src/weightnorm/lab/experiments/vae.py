@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, cast
@@ -19,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from weightnorm import Parameterization, data_dependent_init, folded
+from weightnorm import Parameterization, data_dependent_init, folded, together
 from weightnorm.lab.data import cifar10, digits, mnist
 from weightnorm.lab.experiments.config import RunConfig, require
 from weightnorm.lab.experiments.run import Run
@@ -133,6 +134,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
         start = observe(train[run.ranks.share(shuffled)], config)
         data_dependent_init(model, start, target_std=model.target_std, group=run.ranks.group)
         network = torch.compile(model) if config.compile else model
+        weights = nullcontext() if config.compile else together(model)  # a compiler joins calls too
 
         optimizer = torch.optim.Adamax(model.parameters(), lr=config.learning_rate, foreach=True)
         steps = config.average_epochs * len(train) / config.batch_size
@@ -142,7 +144,8 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
 
         for _ in run.epochs(config.epochs):
             for rows in run.batches(len(train), config.batch_size):
-                terms = network(observe(train[rows], config))
+                with weights:
+                    terms = network(observe(train[rows], config))
                 optimizer.zero_grad()
                 objective(terms, config.free_bits, run).backward()
                 run.ranks.sum_gradients(model)

@@ -145,3 +145,16 @@ def test_bars_stand_in_groups_with_their_intervals():
     assert [1.4, 1.7] in spans
     assert chart.alt == "Title: ratio. a: standard 0.9, weight-norm 1.5; b: standard 0.9."
     assert set(draw([chart])[chart].files) == {"svg", "png"}
+
+
+def test_the_name_of_a_group_stays_within_the_chart():
+    bar = Bar("standard", LOOKS["standard"], 1.0, 0.9, 1.1)
+    chart = Bars("n", "T", "C.", "x", (Group("a network, a quarter of its width, " * 4, (bar,)),))
+    with matplotlib.style.context(STYLE):
+        drawing = bar_figure(chart)
+        drawing.draw_without_rendering()
+    name, _ = drawing.axes[0].texts
+    assert name.get_text().split() == chart.groups[0].name.split()
+    inside, whole = name.get_window_extent(), drawing.bbox
+    assert whole.x0 <= inside.x0 < inside.x1 <= whole.x1
+    assert inside.y1 <= whole.y1

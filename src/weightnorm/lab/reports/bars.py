@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -10,14 +11,18 @@ from matplotlib.transforms import blended_transform_factory
 from weightnorm.lab.reports.looks import INK
 from weightnorm.lab.reports.section import Bars
 
-WIDTH, BAR, GROUP, FRAME = 6.4, 0.24, 0.34, 0.8
-"""Inches: of the figure, and high: a bar, a group's name, the frame."""
+WIDTH, BAR, GROUP, LINE, FRAME = 6.4, 0.24, 0.34, 0.16, 0.8
+"""Inches: of the figure, and high: a bar, a group's name, each further line of it, the frame."""
+LETTERS = 80
+"""That fit on a line."""
 
 
 def bar_figure(bars: Bars) -> Figure:
     """Bars from the top down, each group under its name; a dashed line where the base is."""
     count = sum(len(group.bars) for group in bars.groups)
-    height = FRAME + BAR * count + GROUP * len(bars.groups)
+    titles = [wrap(group.name, LETTERS) for group in bars.groups]
+    extra = [LINE * (len(lines) - 1) for lines in titles]
+    height = FRAME + BAR * count + GROUP * len(bars.groups) + sum(extra)
     drawing = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = drawing.add_subplot(xlabel=bars.x)
     axes.grid(axis="y", visible=False)
@@ -27,11 +32,11 @@ def bar_figure(bars: Bars) -> Figure:
     label: dict[str, Any] = {"va": "center", "size": 9, "in_layout": False}
     names: dict[float, str] = {}
     down = 0.0
-    for group in bars.groups:
-        down += GROUP / BAR
+    for group, lines, more in zip(bars.groups, titles, extra, strict=True):
+        down += (GROUP + more) / BAR
         # From the figure's left edge on, and without a say in how wide the axes are.
         bold: dict[str, Any] = {"weight": "bold", "transform": across, "backgroundcolor": "white"}
-        axes.text(0.01, down - 0.25, group.name, **bold, **label)
+        axes.text(0.01, down - 0.25 - more / BAR / 2, "\n".join(lines), **bold, **label)
         axes.plot([1, 1], [down + 0.5, down + len(group.bars) + 0.5], "--", color=INK, linewidth=1)
         for bar in group.bars:
             down += 1

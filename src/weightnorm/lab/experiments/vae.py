@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, cast
@@ -115,8 +114,8 @@ PRESETS = {
 SIZES = {
     "paper": ("MNIST, 16/32/32 maps", "200 epochs", "a GPU, hours"),
     "paper cifar10": ("6 stochastic layers, 64 maps", "200 epochs", "a GPU, days"),
-    "cpu": ("MNIST, 16/32/32 maps", "8 epochs", "two cores, 25 minutes"),
-    "cpu cifar10": ("3 stochastic layers, 32 maps", "10 epochs", "two cores, 25 minutes"),
+    "cpu": ("MNIST, 16/32/32 maps", "8 epochs", "one core, 43 minutes"),
+    "cpu cifar10": ("3 stochastic layers, 32 maps", "10 epochs", "one core, 36 minutes"),
     "demo": ("8/16/16 maps", "embedded digits", "a minute"),
 }
 LEARNING_RATES = dict.fromkeys(("paper", "cpu", "demo"), dict.fromkeys(COMPARED, 0.002))
@@ -134,7 +133,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
         start = observe(train[run.ranks.share(shuffled)], config)
         data_dependent_init(model, start, target_std=model.target_std, group=run.ranks.group)
         network = torch.compile(model) if config.compile else model
-        weights = nullcontext() if config.compile else together(model)  # a compiler joins calls too
+        weights = together(model)
 
         optimizer = torch.optim.Adamax(model.parameters(), lr=config.learning_rate, foreach=True)
         steps = config.average_epochs * len(train) / config.batch_size

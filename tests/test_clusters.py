@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ranks import on_ranks
 from weightnorm import (
     WeightNormOptimizer,
+    batched_weights,
     convert_state_dict,
     data_dependent_init,
     diagnostics,
@@ -28,7 +29,6 @@ from weightnorm import (
     mean_only_batch_norm,
     normalized_weights,
     remove_weight_norm,
-    together,
     weight_norm,
     weight_norm_model,
 )
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.xdist_group("clusters")  # which share their processes
 DOCS = Path(__file__).parents[1] / "docs" / "scaling.md"
 STEPS, BATCH = 4, 8
 FORMS = ("module", "optimizer")
-HOWS = ("", "-accumulated", "-recomputed", "-together")
+HOWS = ("", "-accumulated", "-recomputed", "-batched")
 WAYS = [f"{wrap}{how}" for wrap in ("ddp", "fsdp") for how in HOWS]
 
 
@@ -158,7 +158,7 @@ def trajectories(rank, world):
             for block in getattr(model, "module", model):
                 block.recompute = way.endswith("recomputed")
             pieces = 2 if way.endswith("accumulated") else 1
-            within = together(model) if way.endswith("together") else None
+            within = batched_weights(model) if way.endswith("batched") else None
             train(model, optimizer, rank, world, pieces, within=within)
             results[f"{form} {way}"] = outcome(form, model, optimizer)
     return results

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weightnorm.lab import cli
+from weightnorm.lab.cli import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,7 +43,7 @@ def test_the_pages_run(name, tmp_path, monkeypatch):
         for line in text.splitlines():
             dollar, program, *words = shlex.split(line)
             assert (dollar, program) == ("$", "weightnorm")
-            assert cli.main(words) == 0, line
+            assert main.main(words) == 0, line
 
 
 def test_the_paper_map_names_tests_that_exist():

@@ -14,7 +14,7 @@ from torch import nn
 
 from ranks import on_ranks
 from weightnorm import data_dependent_init, mean_only_batch_norm, weight_norm_model
-from weightnorm.collective import RankLost
+from weightnorm.distributed import RankLost
 
 pytestmark = pytest.mark.xdist_group("lost-ranks")  # which share their processes
 

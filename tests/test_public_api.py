@@ -28,7 +28,7 @@ PUBLIC = {
     "parameterize": "(layer, how, *, group=None)",
     "parts": "(layer, name='weight')",
     "remove_weight_norm": "(module, name=None)",
-    "together": "(model)",
+    "batched_weights": "(model)",
     "weight_norm": (
         "(layer, name=None, dim='auto', *, scale='linear', mask=None, eps=1e-12, train_g=True)"
     ),

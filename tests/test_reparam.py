@@ -418,9 +418,9 @@ def test_a_model_is_changed_whole_or_not_at_all():
 def test_a_failure_midway_is_rolled_back(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     weights = [layer.weight for layer in model]
-    from weightnorm import mechanism
+    from weightnorm import parametrization
 
-    attach, calls = mechanism.attach, []
+    attach, calls = parametrization.attach, []
 
     def failing(*args):
         if calls:
@@ -428,7 +428,7 @@ def test_a_failure_midway_is_rolled_back(monkeypatch):
         calls.append(args)
         return attach(*args)
 
-    monkeypatch.setattr(mechanism, "attach", failing)
+    monkeypatch.setattr(parametrization, "attach", failing)
     with pytest.raises(MemoryError):
         weight_norm_model(model)
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]

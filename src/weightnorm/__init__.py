@@ -1,12 +1,12 @@
 """Weight normalization for PyTorch, after Salimans & Kingma (2016)."""
 
 from weightnorm import diagnostics, functional
-from weightnorm.checkpoint import convert_state_dict, load_state_dict
+from weightnorm.batching import batched_weights
 from weightnorm.data_init import data_dependent_init
 from weightnorm.folding import folded, remove_weight_norm
 from weightnorm.functional import Parts
 from weightnorm.init_report import InitReport
-from weightnorm.joining import together
+from weightnorm.inspection import is_weight_normed, normalized_weights, parts
 from weightnorm.mean_only import (
     MeanOnlyBatchNorm1d,
     MeanOnlyBatchNorm2d,
@@ -14,9 +14,10 @@ from weightnorm.mean_only import (
     mean_only_batch_norm,
 )
 from weightnorm.optimizer import WeightNormOptimizer
+from weightnorm.parameterizations import Parameterization, parameterize
+from weightnorm.parametrization import WeightNorm
 from weightnorm.reparam import init_, weight_norm, weight_norm_model
-from weightnorm.sites import WeightNorm, is_weight_normed, normalized_weights, parts
-from weightnorm.variants import Parameterization, parameterize
+from weightnorm.state_dicts import convert_state_dict, load_state_dict
 
 __all__ = [
     "InitReport",
@@ -27,6 +28,7 @@ __all__ = [
     "Parts",
     "WeightNorm",
     "WeightNormOptimizer",
+    "batched_weights",
     "convert_state_dict",
     "data_dependent_init",
     "diagnostics",
@@ -40,7 +42,6 @@ __all__ = [
     "parameterize",
     "parts",
     "remove_weight_norm",
-    "together",
     "weight_norm",
     "weight_norm_model",
 ]

@@ -5,7 +5,7 @@ import sys
 
 def main() -> int:
     try:
-        from weightnorm.lab.cli import main as lab
+        from weightnorm.lab.cli.main import main as lab
     except ModuleNotFoundError as error:
         print(
             f"the command line needs the lab, and {error.name} is missing: "

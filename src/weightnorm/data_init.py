@@ -23,12 +23,12 @@ from torch.nn.parameter import UninitializedBuffer
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from weightnorm import kernels, layers
-from weightnorm.collective import Group, moments_over_ranks
+from weightnorm.distributed import Group, moments_over_ranks
+from weightnorm.dtensor import refuse_sharded
 from weightnorm.init_report import InitReport, LayerInit
+from weightnorm.inspection import is_weight_normed, normalized_weight
 from weightnorm.kernels import wide_dtype
 from weightnorm.mean_only import Centered
-from weightnorm.sharding import refuse_sharded
-from weightnorm.sites import is_weight_normed, site_of
 
 TargetStd = float | Mapping[str, float]
 
@@ -227,7 +227,7 @@ def _scale_weight(layer: nn.Module, scale: Tensor, backups: list[tuple[Tensor, T
     dim, groups = layers.unit_axis(layer, "weight")
     weight = layer.get_parameter("weight") if not is_weight_normed(layer, "weight") else None
     if weight is None:
-        site = site_of(layer, "weight")
+        site = normalized_weight(layer, "weight")
         v, g = site.stored
         backups.extend([(v, v.clone()), (g, g.clone())])
         if g.shape == kernels.unit_shape(v.shape, dim, groups):

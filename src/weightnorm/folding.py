@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from weightnorm import mechanism
-from weightnorm.sharding import refuse_sharded
-from weightnorm.sites import Site, sites
+from weightnorm import parametrization
+from weightnorm.dtensor import refuse_sharded
+from weightnorm.inspection import NormalizedWeight, find_normalized
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -34,13 +34,13 @@ def remove_weight_norm(module: nn.Module, name: str | None = None) -> list[str]:
     >>> remove_weight_norm(model), remove_weight_norm(model)
     (['0.weight'], [])
     """
-    found = [site for site in sites(module) if name in (None, site.name)]
+    found = [site for site in find_normalized(module) if name in (None, site.name)]
     if found:
         refuse_sharded(module, _GATHER)
     for site in found:
-        if len(site.chain) > 1:
+        if len(site.parametrizations) > 1:
             raise ValueError(
-                f"{site.path}: {type(site.chain[1]).__name__} is stacked upon weight norm; "
+                f"{site.path}: {type(site.parametrizations[1]).__name__} follows weight norm; "
                 "remove it first with torch.nn.utils.parametrize.remove_parametrizations"
             )
     _detach(found, trainable=True)
@@ -61,7 +61,7 @@ def folded(model: M) -> Iterator[M]:
     ...     list(model.state_dict())
     ['weight', 'bias']
     """
-    found = list(sites(model))
+    found = list(find_normalized(model))
     if found:
         refuse_sharded(model, _GATHER)
     undo = _detach(found, trainable=False)
@@ -71,7 +71,7 @@ def folded(model: M) -> Iterator[M]:
         undo()
 
 
-def _detach(found: list[Site], *, trainable: bool) -> Callable[[], None]:
+def _detach(found: list[NormalizedWeight], *, trainable: bool) -> Callable[[], None]:
     """Replace normalized tensors by parameters of the same value; the returned call undoes it."""
     tied: dict[int, nn.Parameter] = {}
     undos = []
@@ -84,10 +84,10 @@ def _detach(found: list[Site], *, trainable: bool) -> Callable[[], None]:
                 grad = trainable and (v.requires_grad or g.requires_grad)
                 with torch.no_grad():
                     tied[id(v)] = nn.Parameter(site.weight(), requires_grad=grad)
-            (hooked if site.map is None else weights)[site.name] = tied[id(v)]
+            (hooked if site.parametrization is None else weights)[site.name] = tied[id(v)]
         if weights:
-            undos.append(mechanism.detach(module, weights))
-        undos.extend(mechanism.detach_hook(module, n, w) for n, w in hooked.items())
+            undos.append(parametrization.detach(module, weights))
+        undos.extend(parametrization.detach_hook(module, n, w) for n, w in hooked.items())
 
     def undo() -> None:
         for step in reversed(undos):

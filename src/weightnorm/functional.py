@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from weightnorm import kernels
+from weightnorm.dtensor import gathered, on_mesh_of, placed_like, settled
 from weightnorm.kernels import EPS
-from weightnorm.sharding import gathered, on_mesh_of, placed_like, settled
 
 __all__ = ["EPS", "Parts", "compose", "decompose", "gradients", "norm", "project"]
 

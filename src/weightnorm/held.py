@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm import functional
+from weightnorm.dtensor import has_whole_rows, local, placed_like, spread_like
 from weightnorm.functional import Parts
 from weightnorm.kernels import compose, unit_shape
-from weightnorm.sharding import has_whole_rows, local, placed_like, spread_like
 
 
 class Held:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from weightnorm.sharding import gathered, placed_like
+from weightnorm.dtensor import gathered, placed_like
 
 EPS = 1e-12
 """Rows this short count as zero rows."""

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm import layers
-from weightnorm.collective import Group, mean_over_ranks
+from weightnorm.distributed import Group, mean_over_ranks
+from weightnorm.dtensor import is_sharded
 from weightnorm.kernels import wide_dtype
-from weightnorm.sharding import is_sharded
 
 
 class _MeanOnlyBatchNorm(nn.Module):

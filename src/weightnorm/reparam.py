@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from weightnorm import functional, layers, mechanism
+from weightnorm import functional, layers, parametrization
+from weightnorm.dtensor import is_sharded, refuse_partitioned
 from weightnorm.functional import EPS
-from weightnorm.sharding import is_sharded, refuse_partitioned
-from weightnorm.sites import SCALES, Scale, WeightNorm, is_weight_normed, site_of
+from weightnorm.inspection import is_weight_normed, normalized_weight
+from weightnorm.parametrization import SCALES, Scale, WeightNorm
 
 M = TypeVar("M", bound=nn.Module)
 Dim = int | None | Literal["auto"]
@@ -110,7 +111,7 @@ def init_(layer: M, fn: Callable[[Tensor], object], name: str = "weight") -> M:
     True
     """
     if is_weight_normed(layer, name):
-        site = site_of(layer, name)
+        site = normalized_weight(layer, name)
         weight = torch.empty_like(site.stored.v)
         fn(weight)
         site.write(weight)
@@ -136,11 +137,11 @@ class _Plan:
             return layers.unit_axis(self.layer, self.name)
         return functional.resolve_dim(self.dim, _parameter(self.layer, self.name).ndim), 1
 
-    def carry_out(self) -> mechanism.Originals:
+    def carry_out(self) -> parametrization.Originals:
         weight = _parameter(self.layer, self.name)
         dim, groups = self.axis
         map_ = WeightNorm(dim, groups=groups, **self.options)
-        originals = mechanism.attach(self.layer, self.name, map_)
+        originals = parametrization.attach(self.layer, self.name, map_)
         originals.original0.requires_grad_(self.train_g and weight.requires_grad)
         return originals
 
@@ -200,7 +201,7 @@ def _parameter(layer: nn.Module, name: str) -> nn.Parameter:
     where = f"{type(layer).__name__}.{name}"
     if is_weight_normed(layer, name):
         raise ValueError(f"{where} is weight-normalized already; remove_weight_norm takes it off")
-    if name in mechanism.parametrizations_of(layer):
+    if name in parametrization.parametrizations_of(layer):
         raise ValueError(f"{where} has another parametrization; apply weight norm before it")
     parameter = layer._parameters.get(name)
     if parameter is None:
@@ -214,7 +215,7 @@ def _parameter(layer: nn.Module, name: str) -> nn.Parameter:
 
 def _apply(plans: list[_Plan]) -> None:
     """Carry out all plans or none."""
-    tied: dict[int, tuple[mechanism.Originals, _Plan]] = {}
+    tied: dict[int, tuple[parametrization.Originals, _Plan]] = {}
     done: list[tuple[_Plan, nn.Parameter]] = []
     try:
         for plan in plans:
@@ -229,14 +230,14 @@ def _apply(plans: list[_Plan]) -> None:
                         f"{type(plan.layer).__name__}, whose units lie along different axes; "
                         "leave one of them out with `where`"
                     )
-                mechanism.share(plan.layer, plan.name, originals)
+                parametrization.share(plan.layer, plan.name, originals)
             else:
                 tied[id(weight)] = plan.carry_out(), plan
             done.append((plan, weight))
     except BaseException:
         for plan, weight in reversed(done):
             if is_weight_normed(plan.layer, plan.name):
-                mechanism.detach(plan.layer, {plan.name: weight})
+                parametrization.detach(plan.layer, {plan.name: weight})
         raise
 
 

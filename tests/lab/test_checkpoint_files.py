@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations
 from commands import weightnorm
 from weightnorm import load_state_dict, weight_norm_model
 from weightnorm.lab import checkpoint_files
-from weightnorm.lab.checkpoint_files import FileError, convert_file, inspect_file
+from weightnorm.lab.checkpoint_files import convert_file, inspect_file
+from weightnorm.lab.errors import FileError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -29,8 +29,8 @@ from weightnorm import (
     remove_weight_norm,
     weight_norm_model,
 )
-from weightnorm.checkpoint import FORMATS, CheckpointError
-from weightnorm.lab import cli
+from weightnorm.lab.cli import main
+from weightnorm.state_dicts import FORMATS, StateDictError
 
 pytestmark = [
     pytest.mark.xdist_group("transformers"),  # slow to import: once is enough
@@ -222,7 +222,7 @@ def test_converted_files_load_by_from_pretrained(tmp_path, name, kind, start):
     expects, source = ARCHITECTURES[name].expects, built(name, start)
     file = saved_as(kind, source, tmp_path / "in")
     source.config.save_pretrained(tmp_path / "out")
-    assert cli.main(words(name, file, tmp_path / "out" / FILES[kind], expects, start)) == 0
+    assert main.main(words(name, file, tmp_path / "out" / FILES[kind], expects, start)) == 0
     torch.testing.assert_close(heard(name, loaded(name, tmp_path / "out")), heard(name, source))
 
 
@@ -312,5 +312,5 @@ def test_what_does_not_fit_is_named_as_the_model_names_it():
     del state[f"{missing}_g"], state[f"{missing}_v"]
     relative = "text_encoder.encoder.layers.0.attention.emb_rel_v"  # no part of a weight norm
     del state[relative]
-    with pytest.raises(CheckpointError, match=rf"VitsModel\n  missing: {missing}, {relative}$"):
+    with pytest.raises(StateDictError, match=rf"VitsModel\n  missing: {missing}, {relative}$"):
         load_state_dict(built("vits", "parametrize"), state)

@@ -23,11 +23,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weightnorm import functional, kernels
-from weightnorm.checkpoint import (
-    CheckpointError,
+from weightnorm.lab.errors import FileError
+from weightnorm.lab.runs.records import write_atomically
+from weightnorm.lab.safetensors_writer import DTYPES, Piece, write_safetensors
+from weightnorm.state_dicts import (
     Dim,
     Entry,
     Format,
+    StateDictError,
     convert_state_dict,
     entries,
     folded_weight,
@@ -39,15 +42,9 @@ from weightnorm.checkpoint import (
     plain_axis,
     walk,
 )
-from weightnorm.lab.records import write_atomically
-from weightnorm.lab.safetensors_writer import DTYPES, Piece, write_safetensors
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 WHOLE, INDEX = ".safetensors", ".safetensors.index.json"
-
-
-class FileError(Exception):
-    """A file that cannot be read, converted or written, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def convert_file(
         if _kind(source) == "pickle":
             return _convert_pickle(source, target, to, weights, dim)
         return _convert_safetensors(source, target, to, weights, dim)
-    except CheckpointError as error:
+    except StateDictError as error:
         raise FileError(f"{source}: {error}") from error
     except OSError as error:
         raise FileError(f"cannot write {target}: {error.strerror or error}") from error
@@ -174,7 +171,7 @@ def _planned(
 
 def _refuse_nothing(names: list[str], to: Format) -> None:
     if not names and to != "folded":
-        raise CheckpointError(
+        raise StateDictError(
             f"nothing to write as {to}: no weight is normalized, and no plain one was chosen; "
             "choose with --weights, such as --weights '*.weight'"
         )
@@ -232,7 +229,7 @@ class Shards(Mapping[str, Tensor]):
         """A tensor to be written as it is under a new key, without reading it now."""
         view = self.shards[self.home[key]].get_slice(key)
         if view.get_dtype() not in DTYPES:
-            raise CheckpointError(f"{key} is of type {view.get_dtype()}, which is not known here")
+            raise StateDictError(f"{key} is of type {view.get_dtype()}, which is not known here")
         return Piece(new, view.get_dtype(), tuple(view.get_shape()), partial(self.__getitem__, key))
 
 

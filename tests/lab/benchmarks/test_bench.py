@@ -12,14 +12,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from weightnorm.lab import cli
-from weightnorm.lab.benching import BEGIN, END
-from weightnorm.lab.benchmarks.bench import bench, write
+from weightnorm.lab.benchmarks.benchmark import Setting
+from weightnorm.lab.benchmarks.cases.op import FORMULA, OURS, TORCH, cases
 from weightnorm.lab.benchmarks.compare import compare, load
-from weightnorm.lab.benchmarks.op import FORMULA, OURS, TORCH, cases
-from weightnorm.lab.benchmarks.row import Setting
-from weightnorm.lab.benchmarks.rows import ROWS
-from weightnorm.lab.records import RecordError
+from weightnorm.lab.benchmarks.registry import ROWS
+from weightnorm.lab.benchmarks.runner import bench, write
+from weightnorm.lab.cli import main
+from weightnorm.lab.cli.bench import BEGIN, END
+from weightnorm.lab.errors import RecordError
 from weightnorm.lab.reports import report
 from weightnorm.lab.reports.bench import cells, markdown
 
@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
     page = out / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     words = ["acting", "mean-only", "op", "--quick", "--out", str(out), "--page", str(page)]
-    assert cli.main(["bench", *words]) == 0
+    assert main.main(["bench", *words]) == 0
     return out
 
 
@@ -122,12 +122,12 @@ def test_comparing_ends_with_a_code_of_its_own(folder, tmp_path, capsys):
     better = tmp_path / "better.json"
     better.write_text(json.dumps(changed(record, -1000.0)))
     words = ["bench", "acting", "--quick", "--out", str(tmp_path / "new"), "--compare"]
-    assert cli.main([*words, str(better)]) == 3
+    assert main.main([*words, str(better)]) == 3
     out = capsys.readouterr().out
     assert "slower: acting, batch of 1: weight norm, folded ≤ 1 × plain: was -99" in out
     worse = tmp_path / "worse.json"
     worse.write_text(json.dumps(changed(record, 1000.0)))
-    assert cli.main([*words, str(worse)]) == 0
+    assert main.main([*words, str(worse)]) == 0
     assert "faster: acting" in capsys.readouterr().out
 
 
@@ -165,19 +165,19 @@ def test_what_is_no_record_is_refused(text, tmp_path):
 def test_impossible_words_are_refused_before_any_work(words, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("no marks")
-    assert cli.main(["bench", "--quick", *words]) == 2
+    assert main.main(["bench", "--quick", *words]) == 2
     assert says in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_missing_record_is_an_error(capsys, tmp_path):
     old = str(tmp_path / "old.json")
-    assert cli.main(["bench", "op", "--quick", "--compare", old]) == 1
+    assert main.main(["bench", "op", "--quick", "--compare", old]) == 1
     assert "cannot be read" in capsys.readouterr().err
 
 
 def test_it_lists_its_rows(capsys):
-    assert cli.main(["bench", "--list"]) == 0
+    assert main.main(["bench", "--list"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ROWS)
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from weightnorm import Parameterization, normalized_weights
-from weightnorm.lab.benchmarks import dqn_steps
-from weightnorm.lab.benchmarks.dqn_steps import STANDARD, TORCHS, TorchsAgent
+from weightnorm.lab.benchmarks.benchmark import Setting
+from weightnorm.lab.benchmarks.cases import dqn_steps
+from weightnorm.lab.benchmarks.cases.dqn_steps import STANDARD, TORCHS, TorchsAgent
+from weightnorm.lab.benchmarks.interleaved import apart
 from weightnorm.lab.benchmarks.peers import OURS
-from weightnorm.lab.benchmarks.row import Setting
-from weightnorm.lab.benchmarks.side_by_side import apart
-from weightnorm.lab.data.atari import Atari
-from weightnorm.lab.data.replay import Batch
 from weightnorm.lab.experiments import dqn
+from weightnorm.lab.rl.atari import Atari
+from weightnorm.lab.rl.replay_buffer import Batch
 
 
 def test_torchs_agent_learns_what_ours_does():

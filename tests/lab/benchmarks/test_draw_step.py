@@ -3,7 +3,7 @@
 import torch
 
 from weightnorm import normalized_weights
-from weightnorm.lab.benchmarks.draw_step import networks
+from weightnorm.lab.benchmarks.cases.draw_step import networks
 
 
 def test_the_four_compute_the_same():

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from weightnorm.lab.benchmarks.allocations import peak_bytes
-from weightnorm.lab.benchmarks.goal import (
+from weightnorm.lab.benchmarks.benchmark import Case, Setting, Work
+from weightnorm.lab.benchmarks.goals import (
     AtMost,
     CopiesAtMost,
     ExtraAtMost,
     GrowthAtMost,
     RelativelyAtMost,
 )
-from weightnorm.lab.benchmarks.interval import Interval, interval, medians
+from weightnorm.lab.benchmarks.interleaved import interleaved
 from weightnorm.lab.benchmarks.measurement import measure
+from weightnorm.lab.benchmarks.peak_memory import peak_bytes
 from weightnorm.lab.benchmarks.roofline import Roofline, RooflineProbe, operations
-from weightnorm.lab.benchmarks.row import Case, Setting, Work
-from weightnorm.lab.benchmarks.side_by_side import interleaved
+from weightnorm.lab.benchmarks.statistics import Interval, interval, medians
 
 CPU = torch.device("cpu")
 

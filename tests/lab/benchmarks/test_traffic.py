@@ -9,10 +9,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ranks import on_ranks
+from weightnorm.lab.benchmarks.cases.synced_batch_norm import SyncedBatchNorm
+from weightnorm.lab.benchmarks.cases.traffic import (
+    PARAMETERIZATIONS,
+    FeedForward,
+    handed_over,
+    measure,
+)
 from weightnorm.lab.benchmarks.messages import Link, Row, estimated_table, measured_table
-from weightnorm.lab.benchmarks.synced_batch_norm import SyncedBatchNorm
-from weightnorm.lab.benchmarks.traffic import PARAMETERIZATIONS, FeedForward, handed_over, measure
-from weightnorm.lab.experiments.ranks import Ranks
+from weightnorm.lab.runs.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("traffic")  # which share their processes
 

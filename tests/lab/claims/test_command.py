@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from commands import started, wait_for, weightnorm
-from weightnorm.lab.claims.measure import CLAIMS, newest
-from weightnorm.lab.records import load_record, read_rows
+from weightnorm.lab.claims.runner import CLAIMS, newest
+from weightnorm.lab.runs.records import load_record, read_rows
 
 EXACT = {1, 2, 3, 7, 10, 11, 12, 13, 14, 17}
 

@@ -7,11 +7,11 @@ import torch
 from rich.console import Console
 
 from weightnorm import parts, weight_norm
-from weightnorm.lab.claims import cost, covariance, growth, noise, reinforcement
-from weightnorm.lab.claims.measure import measure, newest
-from weightnorm.lab.claims.workbench import WRAPS, Workbench, shrunk
-from weightnorm.lab.data.replay import Batch
-from weightnorm.lab.experiments.run import RunError
+from weightnorm.lab.claims import cost, covariance, noise, norm_growth, reinforcement
+from weightnorm.lab.claims.context import WRAPS, Workbench, shrunk
+from weightnorm.lab.claims.runner import measure, newest
+from weightnorm.lab.errors import RunError
+from weightnorm.lab.rl.replay_buffer import Batch
 
 BENCH = Workbench(quick=True, seeds=(1,))
 
@@ -49,7 +49,7 @@ def test_a_network_that_must_not_break_says_so():
 
 
 def test_a_claim_that_breaks_does_not_stop_the_others(monkeypatch, tmp_path):
-    monkeypatch.setitem(growth.QUICK_RATES, "gradient descent", 1e30)
+    monkeypatch.setitem(norm_growth.QUICK_RATES, "gradient descent", 1e30)
     bench = Workbench(quick=True, seeds=(1, 2), runs=tmp_path)
     with pytest.raises(RunError, match=r"claim 5: .* broke at step .* The others are in"):
         measure(bench, only=(2, 5, 10), console=Console(quiet=True))
@@ -65,8 +65,8 @@ def test_images_are_shrunk_to_means():
 
 
 def test_lengths_follow_pythagoras_only_under_gradient_descent():
-    plain, off = growth.lengths_in_training(BENCH, "gradient descent", 5, 1)
-    _, off_with_adam = growth.lengths_in_training(BENCH, "Adam", 5, 1)
+    plain, off = norm_growth.lengths_in_training(BENCH, "gradient descent", 5, 1)
+    _, off_with_adam = norm_growth.lengths_in_training(BENCH, "Adam", 5, 1)
     assert plain.shape[0] == 6
     assert off < 1e-12 < 1e-6 < off_with_adam
 

@@ -8,10 +8,10 @@ from weightnorm.lab.claims import (
     algebra,
     cost,
     covariance,
-    growth,
+    from_records,
     initialization,
     noise,
-    recorded,
+    norm_growth,
     reinforcement,
     robustness,
 )
@@ -68,20 +68,20 @@ def grown(shrinking=0.0, pythagoras=1e-15, momentum=1.5, adam=1.2):
 
 
 def test_growth():
-    assert growth.growth_verdict(grown()) == HOLDS
-    assert growth.growth_verdict(grown(adam=0.9)) == QUALITATIVELY
-    assert growth.growth_verdict(grown(shrinking=0.001)) == FAILS
-    assert growth.growth_verdict(grown(pythagoras=1e-3)) == FAILS
+    assert norm_growth.growth_verdict(grown()) == HOLDS
+    assert norm_growth.growth_verdict(grown(adam=0.9)) == QUALITATIVELY
+    assert norm_growth.growth_verdict(grown(shrinking=0.001)) == FAILS
+    assert norm_growth.growth_verdict(grown(pythagoras=1e-3)) == FAILS
 
 
 def test_noise_and_growth():
     up, level, down = around(0.1), around(0.0), around(-0.1)
-    assert growth.noise_verdict([up, up], [up, up]) == HOLDS
-    assert growth.noise_verdict([up, up], [up, level]) == QUALITATIVELY
-    assert growth.noise_verdict([up, level], [up, up]) == FAILS
-    assert growth.noise_verdict([down, down], [up, up]) == FAILS
+    assert norm_growth.noise_verdict([up, up], [up, up]) == HOLDS
+    assert norm_growth.noise_verdict([up, up], [up, level]) == QUALITATIVELY
+    assert norm_growth.noise_verdict([up, level], [up, up]) == FAILS
+    assert norm_growth.noise_verdict([down, down], [up, up]) == FAILS
     values = {128: [1.0, 1.1], 32: [1.2, 1.2], 8: [1.5, 1.6]}
-    assert [step.mean for step in growth.steps_up(values)] == pytest.approx([0.15, 0.35])
+    assert [step.mean for step in norm_growth.steps_up(values)] == pytest.approx([0.15, 0.35])
 
 
 def test_widths_and_losses_at_the_end():
@@ -196,18 +196,22 @@ TEST = {**TRAIN, "weight-norm-mean-only": 0.05}
 
 
 def test_orderings_of_the_records():
-    assert recorded.orderings_verdict(TRAIN, TEST, at_scale=True) == HOLDS
-    assert recorded.orderings_verdict(TRAIN, TEST, at_scale=False) == QUALITATIVELY
-    assert recorded.orderings_verdict(TRAIN, TRAIN, at_scale=True) == FAILS
-    assert recorded.orderings_verdict({**TRAIN, "standard": 0.0}, TRAIN, at_scale=False) == FAILS
-    assert recorded.orderings_verdict({"standard": 0.3}, {"standard": 0.3}, False) == NOT_MEASURED
+    assert from_records.orderings_verdict(TRAIN, TEST, at_scale=True) == HOLDS
+    assert from_records.orderings_verdict(TRAIN, TEST, at_scale=False) == QUALITATIVELY
+    assert from_records.orderings_verdict(TRAIN, TRAIN, at_scale=True) == FAILS
+    assert (
+        from_records.orderings_verdict({**TRAIN, "standard": 0.0}, TRAIN, at_scale=False) == FAILS
+    )
+    assert (
+        from_records.orderings_verdict({"standard": 0.3}, {"standard": 0.3}, False) == NOT_MEASURED
+    )
 
 
 def test_the_other_experiments():
     ahead = {"standard": 90.0, "weight-norm": 88.0}
     behind = {"standard": 88.0, "weight-norm": 90.0}
-    assert recorded.better_verdict({"vae": ahead, "draw": ahead}) == QUALITATIVELY
-    assert recorded.better_verdict({"vae": ahead, "draw": behind}) == NEEDS_SCALE
-    assert recorded.better_verdict({"vae": ahead, "draw": {}}) == NEEDS_SCALE
-    assert recorded.better_verdict({"vae": behind}) == FAILS
-    assert recorded.better_verdict({"vae": {}}) == NOT_MEASURED
+    assert from_records.better_verdict({"vae": ahead, "draw": ahead}) == QUALITATIVELY
+    assert from_records.better_verdict({"vae": ahead, "draw": behind}) == NEEDS_SCALE
+    assert from_records.better_verdict({"vae": ahead, "draw": {}}) == NEEDS_SCALE
+    assert from_records.better_verdict({"vae": behind}) == FAILS
+    assert from_records.better_verdict({"vae": {}}) == NOT_MEASURED

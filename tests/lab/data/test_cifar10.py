@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from weightnorm.lab.data import cifar10, safe_pickle, zca
-from weightnorm.lab.data.fetch import DataError
 from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.errors import DataError
 
 real = pytest.mark.skipif(
     not os.environ.get("WEIGHTNORM_DATA"), reason="WEIGHTNORM_DATA names no folder of real data"

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from weightnorm.lab.data import fetch as module
 from weightnorm.lab.data.catalog import DATA_SETS, DataSet, File
-from weightnorm.lab.data.fetch import DataError, data_dir, fetch, inspect, status
+from weightnorm.lab.data.fetch import data_dir, fetch, inspect, status
+from weightnorm.lab.errors import DataError
 
 A, B = b"a's bytes" * 50, b"0 1 1 0\n" * 30
 CLOSED = "http://127.0.0.1:1/"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from weightnorm.lab.data import mnist
-from weightnorm.lab.data.fetch import DataError
+from weightnorm.lab.errors import DataError
 
 real = pytest.mark.skipif(
     not os.environ.get("WEIGHTNORM_DATA"), reason="WEIGHTNORM_DATA names no folder of real data"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from weightnorm.lab.data import safe_pickle
-from weightnorm.lab.data.fetch import DataError
+from weightnorm.lab.errors import DataError
 
 
 class Call:

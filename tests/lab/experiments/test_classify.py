@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.experiments import classify
-from weightnorm.lab.experiments.config import ConfigError, folder
+from weightnorm.lab.runs.config import folder
 
 
 def test_the_papers_schedule():

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from weightnorm import is_weight_normed
-from weightnorm.lab.data.atari import Step
-from weightnorm.lab.data.replay import Batch, Replay
-from weightnorm.lab.experiments import dqn, players
-from weightnorm.lab.experiments.config import ConfigError, folder
+from weightnorm.lab.errors import ConfigError
+from weightnorm.lab.experiments import dqn
 from weightnorm.lab.experiments.dqn import Agent, epsilon, td_targets
-from weightnorm.lab.experiments.players import Player, choose
+from weightnorm.lab.rl import episodes
+from weightnorm.lab.rl.atari import Step
+from weightnorm.lab.rl.episodes import Player, choose
+from weightnorm.lab.rl.replay_buffer import Batch, Replay
+from weightnorm.lab.runs.config import folder
 
 SIDE = 36
 ALL = pytest.mark.parametrize("how", dqn.COMPARED)
@@ -249,7 +251,7 @@ def test_a_lost_life_ends_an_episode_in_training_only(config, monkeypatch):
 
 
 def test_an_unfinished_game_counts_only_if_there_is_no_other():
-    tester = players.Tester(Lives())
+    tester = episodes.Tester(Lives())
     tester.begin()
     actor = nn.Sequential(nn.Flatten(), nn.Linear(4 * SIDE * SIDE, 2))
     for _ in range(5):
@@ -263,7 +265,7 @@ def test_an_unfinished_game_counts_only_if_there_is_no_other():
 
 
 def test_the_testers_state_is_the_games_last_four_frames():
-    tester = players.Tester(Lives())
+    tester = episodes.Tester(Lives())
     tester.begin()
     actor = nn.Sequential(nn.Flatten(), nn.Linear(4 * SIDE * SIDE, 2))
     seen = [tester.frames[0, :, 0, 20].tolist()]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from commands import outcome, run_folder, same, started, wait_for, weightnorm
-from weightnorm.lab import cli
-from weightnorm.lab.records import find_records, load_record
+from weightnorm.lab.cli import main
 from weightnorm.lab.reports import report
+from weightnorm.lab.runs.records import find_records, load_record
 
 TINY = (
     "run", "dqn", "--preset", "demo", "--game", "breakout", "--width", 0.125, "--batch-size", 8,
@@ -86,7 +86,7 @@ def test_a_sweep_over_games_and_its_report(tmp_path, capsys):
     settings = [str(word) for word in TINY[4:] if word not in ("--game", "breakout")]
     grid = ["--games", "breakout", "enduro", "--parameterizations", "standard"]
     where = ["--preset", "demo", "--runs", str(tmp_path / "runs")]
-    assert cli.main(["sweep", "dqn", *where, *grid, *settings, "--epochs", "1"]) == 0
+    assert main.main(["sweep", "dqn", *where, *grid, *settings, "--epochs", "1"]) == 0
     out = capsys.readouterr().out
     records, problems = find_records(tmp_path / "runs")
     assert [record.config["game"] for record in records] == ["breakout", "enduro"]
@@ -109,5 +109,5 @@ def test_a_sweep_over_games_and_its_report(tmp_path, capsys):
     ],
 )
 def test_usage_errors_name_the_nearest(words, says, capsys):
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     assert says in capsys.readouterr().err

@@ -8,9 +8,9 @@ import torch
 
 from commands import outcome, run_folder, same, spread, started, wait_for, weightnorm
 from weightnorm import Parameterization
+from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.experiments import draw
-from weightnorm.lab.experiments.config import ConfigError
-from weightnorm.lab.records import load_record
+from weightnorm.lab.runs.records import load_record
 
 TINY = ("run", "draw", "--preset", "demo", "--epochs", 4, "--limit", 90, "--batch-size", 20)
 TINY = (*TINY, "--steps", 3, "--hidden", 6, "--latent", 2)

@@ -10,15 +10,16 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from weightnorm import Parameterization, normalized_weights
-from weightnorm.lab import cli
+from weightnorm.lab.cli import main
+from weightnorm.lab.cli.arguments import parse_config
 from weightnorm.lab.data import cifar10
 from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.experiments import vae
-from weightnorm.lab.experiments.config import ConfigError, folder
-from weightnorm.lab.experiments.ranks import Ranks
-from weightnorm.lab.experiments.sweep import flags
 from weightnorm.lab.models.vae import Terms
-from weightnorm.lab.parsing import parse_config
+from weightnorm.lab.runs.config import folder
+from weightnorm.lab.runs.ranks import Ranks
+from weightnorm.lab.sweeps.grid import flags
 
 DEMO = vae.PRESETS["demo"]
 
@@ -106,7 +107,7 @@ def test_what_the_paper_does_not_compare_is_refused(how):
 )
 def test_the_command_line_refuses_with_words(words, says, capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["run", "vae", *words])
+        main.main(["run", "vae", *words])
     assert stop.value.code == 2
     assert says in " ".join(capsys.readouterr().err.split())
 

@@ -7,7 +7,7 @@ from torch.distributions import Bernoulli, Normal, kl_divergence
 from torch.func import functional_call
 
 from weightnorm import kernels, normalized_weights, weight_norm_model
-from weightnorm.lab.benchmarks.draw_step import LayerByLayer
+from weightnorm.lab.benchmarks.cases.draw_step import LayerByLayer
 from weightnorm.lab.models.draw import DRAW, Cell, PeepholeLSTM, kl_from_standard_normal, lstm
 
 SMALL = {"side": 6, "hidden": 5, "latent": 3, "write_size": 3}

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import best_rate, curve, epoch_seconds, final, number, stat
 from weightnorm.lab.reports.comparison import comparisons, label
+from weightnorm.lab.runs.records import RunRecord
 
 
 def record(*errors, result=None, first_epoch=1, **config):

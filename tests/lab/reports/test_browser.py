@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from matplotlib.image import imread
 
-from weightnorm.lab.reports.looks import LOOKS
+from weightnorm.lab.reports.style import LOOKS
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [

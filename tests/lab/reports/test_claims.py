@@ -1,7 +1,7 @@
 """How the lines of a claim's figure look."""
 
 from weightnorm.lab.reports.claims import drawn_as
-from weightnorm.lab.reports.looks import LOOKS
+from weightnorm.lab.reports.style import LOOKS
 
 
 def test_a_parameterization_looks_as_everywhere():

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from weightnorm.lab.reports import report
+from weightnorm.lab.reports.document import Picture, Plot, Table
 from weightnorm.lab.reports.dqn import section
-from weightnorm.lab.reports.section import Picture, Plot, Table
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 from matplotlib.colors import to_hex
 from PIL import Image, ImageSequence
 
-from weightnorm.lab.reports.bars import bar_figure
+from weightnorm.lab.reports.bar_chart import bar_figure
+from weightnorm.lab.reports.document import Bar, Bars, Group, Line, Picture, Plot
 from weightnorm.lab.reports.figures import LEGEND_WIDTH, STYLE, draw, figure, picture_files
-from weightnorm.lab.reports.looks import LOOKS
-from weightnorm.lab.reports.section import Bar, Bars, Group, Line, Picture, Plot
+from weightnorm.lab.reports.style import LOOKS
 
 
 def line(kind="weight-norm", x=(1.0, 2.0, 3.0), y=(30.0, 20.0, 10.0), **changes):

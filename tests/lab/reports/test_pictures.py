@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.pictures import grid, kept
+from weightnorm.lab.runs.records import RunRecord
 
 
 def test_what_a_run_kept_is_read_and_what_is_damaged_is_not(tmp_path):

@@ -11,11 +11,12 @@ import matplotlib
 import pytest
 from matplotlib.image import imread
 
-from weightnorm.lab.records import write_json
-from weightnorm.lab.reports import SECTIONS, ReportError, report
+from weightnorm.lab.errors import ReportError
+from weightnorm.lab.reports import SECTIONS, report
+from weightnorm.lab.reports.document import Section
 from weightnorm.lab.reports.figures import PAPER
-from weightnorm.lab.reports.looks import INK, LOOKS
-from weightnorm.lab.reports.section import Section
+from weightnorm.lab.reports.style import INK, LOOKS
+from weightnorm.lab.runs.records import write_json
 
 
 class Elements(HTMLParser):

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from weightnorm.lab.reports import classify, generic
-from weightnorm.lab.reports.looks import LOOKS
-from weightnorm.lab.reports.section import Plot, Section, Table, slug
-from weightnorm.lab.reports.settings import settings
+from weightnorm.lab.reports.document import Plot, Section, Table, slug
+from weightnorm.lab.reports.provenance import settings
+from weightnorm.lab.reports.style import LOOKS
 
 
 def plot(section: Section, ending: str) -> Plot:

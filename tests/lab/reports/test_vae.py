@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from weightnorm.lab.reports import report, vae
-from weightnorm.lab.reports.looks import LOOKS
-from weightnorm.lab.reports.section import Picture, Plot, Section, Table
+from weightnorm.lab.reports.document import Picture, Plot, Section, Table
+from weightnorm.lab.reports.style import LOOKS
 
 SETTINGS = {
     "experiment": "vae",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightnorm.lab.benchmarks.interval import Interval
-from weightnorm.lab.records import RecordError
+from weightnorm.lab.benchmarks.statistics import Interval
+from weightnorm.lab.errors import RecordError
 
 Record = dict[str, Any]
 

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from weightnorm.lab.benchmarks.goal import Verdict, verdict
-from weightnorm.lab.benchmarks.interval import Interval, interval, medians
+from weightnorm.lab.benchmarks.benchmark import Case, Setting
+from weightnorm.lab.benchmarks.goals import Verdict, verdict
+from weightnorm.lab.benchmarks.interleaved import interleaved
 from weightnorm.lab.benchmarks.roofline import Roofline
-from weightnorm.lab.benchmarks.row import Case, Setting
-from weightnorm.lab.benchmarks.side_by_side import interleaved
+from weightnorm.lab.benchmarks.statistics import Interval, interval, medians
 
 
 @dataclass(frozen=True)

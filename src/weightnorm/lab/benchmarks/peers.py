@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as torchs_hook
 
 from weightnorm import weight_norm_model
-from weightnorm.lab.benchmarks.side_by_side import Call
+from weightnorm.lab.benchmarks.interleaved import Call
 from weightnorm.layers import chosen_weights
 
 PLAIN, OURS = "plain", "weight norm"

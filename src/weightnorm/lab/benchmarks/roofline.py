@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from weightnorm.lab.benchmarks.row import Setting
-from weightnorm.lab.benchmarks.side_by_side import Call, interleaved
+from weightnorm.lab.benchmarks.benchmark import Setting
+from weightnorm.lab.benchmarks.interleaved import Call, interleaved
 
 
 @dataclass(frozen=True)

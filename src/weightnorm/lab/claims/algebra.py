@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from weightnorm import Parameterization, mean_only_batch_norm, parameterize, parts, weight_norm
 from weightnorm.functional import compose, gradients, norm, project
 from weightnorm.lab.claims.claim import FAILS, HOLDS, Measured, Verdict, claim, exactly
-from weightnorm.lab.claims.workbench import Workbench
+from weightnorm.lab.claims.context import Workbench
 
 SHAPES = ((3, 4), (5, 1, 3), (2, 3, 3, 3))
 

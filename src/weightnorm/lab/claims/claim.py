@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from weightnorm.lab.claims.workbench import Workbench
+from weightnorm.lab.claims.context import Workbench
 
 Verdict = Literal[
     "holds", "holds qualitatively", "does not hold here", "needs a GPU-scale run", "not measured"

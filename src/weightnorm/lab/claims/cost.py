@@ -18,7 +18,7 @@ from weightnorm.lab.claims.claim import (
     bootstrap,
     claim,
 )
-from weightnorm.lab.claims.workbench import Workbench
+from weightnorm.lab.claims.context import Workbench
 
 WAYS = ("standard", "weight-norm", "batch-norm")
 NOT_NOTICEABLE = 1.05

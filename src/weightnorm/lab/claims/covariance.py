@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightnorm.diagnostics import example_gradients, gradient_covariance, unit_weights
+from weightnorm.inspection import find_normalized
 from weightnorm.lab.claims.claim import (
     FAILS,
     HOLDS,
@@ -24,8 +25,7 @@ from weightnorm.lab.claims.claim import (
     exactly,
     series,
 )
-from weightnorm.lab.claims.workbench import Workbench
-from weightnorm.sites import sites
+from weightnorm.lab.claims.context import Workbench
 
 EXAMPLES = 256
 UNITS = 8
@@ -51,7 +51,7 @@ WAYS = {"standard": 0.0003, "weight-norm": 0.003}
 def transformed_covariance(bench: Workbench) -> Measured:
     model = bench.network("weight-norm", bench.seeds[0]).double()
     x, y = bench.data.train[:64].double(), bench.data.train_labels[:64]
-    found = {site.path: site.parts() for site in sites(model)}
+    found = {site.path: site.parts() for site in find_normalized(model)}
     of_v: dict[str, list[Tensor]] = {path: [] for path in found}
     for image, label in zip(x, y, strict=True):
         loss = F.cross_entropy(model(image[None]), label[None])

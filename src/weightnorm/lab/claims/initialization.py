@@ -15,7 +15,7 @@ from weightnorm.lab.claims.claim import (
     claim,
     exactly,
 )
-from weightnorm.lab.claims.workbench import Workbench
+from weightnorm.lab.claims.context import Workbench
 from weightnorm.layers import weight_names
 
 

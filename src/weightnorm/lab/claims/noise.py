@@ -24,7 +24,7 @@ from weightnorm.lab.claims.claim import (
     claim,
     series,
 )
-from weightnorm.lab.claims.workbench import Workbench
+from weightnorm.lab.claims.context import Workbench
 from weightnorm.layers import weight_names
 
 BATCHES = (16, 32, 100)

@@ -24,10 +24,10 @@ from weightnorm.lab.claims.claim import (
     claim,
     series,
 )
-from weightnorm.lab.claims.workbench import Workbench
-from weightnorm.lab.data.atari import Atari
-from weightnorm.lab.data.replay import Batch, Replay
+from weightnorm.lab.claims.context import Workbench
 from weightnorm.lab.experiments import dqn
+from weightnorm.lab.rl.atari import Atari
+from weightnorm.lab.rl.replay_buffer import Batch, Replay
 
 GAME = "space-invaders"
 BATCH, LARGE = 64, 256

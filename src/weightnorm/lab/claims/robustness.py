@@ -24,7 +24,7 @@ from weightnorm.lab.claims.claim import (
     series,
     weakest,
 )
-from weightnorm.lab.claims.workbench import Workbench
+from weightnorm.lab.claims.context import Workbench
 
 WAYS = ("standard", "weight-norm", "weight-norm-log", "batch-norm")
 RATES = tuple(10 ** (x / 2) for x in range(-9, 2))

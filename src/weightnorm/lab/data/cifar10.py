@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from weightnorm.lab.data import safe_pickle, zca
-from weightnorm.lab.data.fetch import DataError, fetch
+from weightnorm.lab.data.fetch import fetch
 from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.errors import DataError
 
 
 def load(data_dir: Path | None = None) -> Labelled:

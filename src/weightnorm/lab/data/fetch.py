@@ -19,13 +19,10 @@ from typing import Literal
 import pooch  # type: ignore[import-untyped]
 
 from weightnorm.lab.data.catalog import DATA_SETS, DataSet, File
+from weightnorm.lab.errors import DataError
 
 BAD_GZIP = (OSError, EOFError, zlib.error)
 """What reading a damaged gzip file can raise."""
-
-
-class DataError(RuntimeError):
-    """Data that is missing, damaged, or not what it should be; the message says what to do."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightnorm.lab.data.fetch import BAD_GZIP, DataError, fetch
+from weightnorm.lab.data.fetch import BAD_GZIP, fetch
 from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.errors import DataError
 
 SIDE = 28
 

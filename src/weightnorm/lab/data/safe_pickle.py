@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from weightnorm.lab.data.fetch import DataError
+from weightnorm.lab.errors import DataError
 
 
 def read(path: Path) -> dict[bytes, Any]:

@@ -21,10 +21,11 @@ from weightnorm import Parameterization, data_dependent_init, folded, parameteri
 from weightnorm.diagnostics import effective_step, weight_norms
 from weightnorm.lab.data import cifar10, digits, zca
 from weightnorm.lab.data.labelled import Labelled
-from weightnorm.lab.experiments.config import RunConfig, require
-from weightnorm.lab.experiments.run import Run
+from weightnorm.lab.errors import require
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
-from weightnorm.lab.records import RunRecord
+from weightnorm.lab.runs.config import RunConfig
+from weightnorm.lab.runs.records import RunRecord
+from weightnorm.lab.runs.run import Run
 
 NAME = "classify"
 TITLE = "CIFAR-10 classification with five parameterizations (section 5.1)"

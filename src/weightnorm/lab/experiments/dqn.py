@@ -22,13 +22,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from weightnorm import Parameterization, data_dependent_init, parameterize, remove_weight_norm
-from weightnorm.lab.data.atari import Atari, Game, cartridges
-from weightnorm.lab.data.replay import Batch, Replay
-from weightnorm.lab.experiments.config import RunConfig, require
-from weightnorm.lab.experiments.players import Beginning, Player, Tester, choose
-from weightnorm.lab.experiments.run import Run
+from weightnorm.lab.errors import require
 from weightnorm.lab.models.q_network import QNetwork
-from weightnorm.lab.records import RunRecord, load_record
+from weightnorm.lab.rl.atari import Atari, Game, cartridges
+from weightnorm.lab.rl.episodes import Beginning, Player, Tester, choose
+from weightnorm.lab.rl.replay_buffer import Batch, Replay
+from weightnorm.lab.runs.config import RunConfig
+from weightnorm.lab.runs.records import RunRecord, load_record
+from weightnorm.lab.runs.run import Run
 
 NAME = "dqn"
 TITLE = "deep Q-networks on Atari games (section 5.4)"

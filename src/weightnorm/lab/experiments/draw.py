@@ -20,12 +20,14 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from weightnorm import Parameterization, folded, weight_norm_model
+from weightnorm import Parameterization, folded, is_weight_normed, parts, weight_norm_model
+from weightnorm.diagnostics import unit_weights, weight_norms
 from weightnorm.lab.data import digits, mnist
-from weightnorm.lab.experiments.config import RunConfig, require
-from weightnorm.lab.experiments.run import Run
+from weightnorm.lab.errors import require
 from weightnorm.lab.models.draw import DRAW
-from weightnorm.lab.records import RunRecord
+from weightnorm.lab.runs.config import RunConfig
+from weightnorm.lab.runs.records import RunRecord
+from weightnorm.lab.runs.run import Run
 
 NAME = "draw"
 TITLE = "DRAW on binarized MNIST, standard and weight norm (section 5.3)"
@@ -59,6 +61,9 @@ class Config(RunConfig):
     """Filters along each axis of the grid that reads."""
     write_size: int = 5
     """Filters along each axis of the grid that writes."""
+    initial_g: Literal["norm", "one", "one-except-windows"] = "norm"
+    """Initial g of weight norm: ‖v‖, which keeps the initial weights; 1; or 1 except in the two
+    layers that place the attention windows, which keep ‖v‖."""
     clip: float = 10.0
     """Longest gradient, over all parameters together."""
     limit: int | None = None
@@ -122,7 +127,8 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
             attention=config.attention,
         )
         if config.parameterization.normalizes_weights:
-            weight_norm_model(model)  # every matrix; g = ‖v‖, so the start is the same
+            weight_norm_model(model)  # every matrix; g = ‖v‖
+            set_initial_g(model, config.initial_g)
         model.to(run.device)
         if config.compile:
             model.compile()
@@ -153,6 +159,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
                 **{f"train_{name}": run.total(name) / run.total("count") for name in names},
                 test_negative_elbo=test_negative_elbo,
                 test_kl=test_kl,
+                **mean_norms(model),
             )
             if epoch + 1 in (config.epochs // 2, config.epochs):
                 keep_drawings(model, config, run)
@@ -171,6 +178,27 @@ def load(config: Config) -> tuple[Tensor, Tensor]:
         images = mnist.load_binarized(config.data_dir)
         train, test = images.train, images.test
     return train[: config.limit].flatten(1), test.flatten(1)
+
+
+@torch.no_grad()
+def set_initial_g(model: DRAW, initial_g: str) -> None:
+    """Set g of a weight-normalized model as `Config.initial_g` describes."""
+    if initial_g == "norm":
+        return
+    windows = [model.read_window, model.write_window] if model.attention else []
+    for module in model.modules():
+        keeps = initial_g == "one-except-windows" and any(module is m for m in windows)
+        if is_weight_normed(module) and not keeps:
+            parts(module).g.fill_(1.0)
+
+
+def mean_norms(model: DRAW) -> dict[str, float]:
+    """Mean ‖w‖, and for weight norm ‖v‖, over the units of all matrices."""
+    weights = unit_weights(model)
+    means = {"w_norm": torch.cat([w.norm(dim=1) for w in weights.values()]).mean().item()}
+    if norms := weight_norms(model):
+        means["v_norm"] = torch.cat([*norms.values()]).mean().item()
+    return means
 
 
 def noise(count: int, config: Config, run: Run) -> Tensor:

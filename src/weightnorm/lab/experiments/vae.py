@@ -19,15 +19,16 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from weightnorm import Parameterization, data_dependent_init, folded, together
+from weightnorm import Parameterization, batched_weights, data_dependent_init, folded
 from weightnorm.lab.data import cifar10, digits, mnist
-from weightnorm.lab.experiments.config import RunConfig, require
-from weightnorm.lab.experiments.run import Run
+from weightnorm.lab.errors import require
 from weightnorm.lab.models.likelihoods import bits_per_dim
 from weightnorm.lab.models.vae import VAE, Terms, log_importance_weights
 from weightnorm.lab.models.vae_cifar10 import Cifar10VAE
 from weightnorm.lab.models.vae_mnist import MnistVAE
-from weightnorm.lab.records import RunRecord
+from weightnorm.lab.runs.config import RunConfig
+from weightnorm.lab.runs.records import RunRecord
+from weightnorm.lab.runs.run import Run
 
 NAME = "vae"
 TITLE = "convolutional VAE with inverse autoregressive flow (section 5.2)"
@@ -133,7 +134,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
         start = observe(train[run.ranks.share(shuffled)], config)
         data_dependent_init(model, start, target_std=model.target_std, group=run.ranks.group)
         network = torch.compile(model) if config.compile else model
-        weights = together(model)
+        weights = batched_weights(model)
 
         optimizer = torch.optim.Adamax(model.parameters(), lr=config.learning_rate, foreach=True)
         steps = config.average_epochs * len(train) / config.batch_size

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from weightnorm.lab.records import RunRecord
+from weightnorm.lab.runs.records import RunRecord
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 from statistics import median
 
-from weightnorm.lab.records import Row, RunRecord
-from weightnorm.lab.reports.looks import LOOKS, Look
-from weightnorm.lab.reports.section import Bar, Bars, Group, Section, Table, slug
+from weightnorm.lab.reports.document import Bar, Bars, Group, Section, Table, slug
+from weightnorm.lab.reports.style import LOOKS, Look
+from weightnorm.lab.runs.records import Row, RunRecord
 
 HEAD = ("work", "base", "relative to it", "goal", "measured", "", "of the machine's limit")
 OTHERS = Look("", "#7a7f87", "x")

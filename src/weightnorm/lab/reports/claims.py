@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
-from weightnorm.lab.records import Row, RunRecord
-from weightnorm.lab.reports.looks import LOOKS, Look
-from weightnorm.lab.reports.section import Line, Plot, Section, Table, slug
+from weightnorm.lab.reports.document import Line, Plot, Section, Table, slug
+from weightnorm.lab.reports.style import LOOKS, Look
+from weightnorm.lab.runs.records import Row, RunRecord
 
 HEAD = ("claim", "section", "measured", "value", "the paper says", "n", "verdict")
 SIZES = {

@@ -3,14 +3,14 @@ on speed and on the length of v."""
 
 from __future__ import annotations
 
-from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import final, stat
 from weightnorm.lab.reports.comparison import Comparison, comparisons, finished
 from weightnorm.lab.reports.curves import best_lines, rate_lines, reading
-from weightnorm.lab.reports.looks import LOOKS, look, ordered
-from weightnorm.lab.reports.section import Plot, Section, Table, slug
-from weightnorm.lab.reports.settings import config_values, departures, settings
+from weightnorm.lab.reports.document import Plot, Section, Table, slug
+from weightnorm.lab.reports.provenance import config_values, departures, settings
+from weightnorm.lab.reports.style import LOOKS, look, ordered
 from weightnorm.lab.reports.tables import times, unfinished
+from weightnorm.lab.runs.records import RunRecord
 
 PAPER_ERROR = {
     "standard": "8.43",

@@ -9,9 +9,9 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import TypeVar
 
-from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import best_rate, number
-from weightnorm.lab.reports.looks import ordered
+from weightnorm.lab.reports.style import ordered
+from weightnorm.lab.runs.records import RunRecord
 
 K = TypeVar("K", bound=Hashable)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import Curve, curve, final, stat
 from weightnorm.lab.reports.comparison import Comparison, finished
-from weightnorm.lab.reports.looks import Look, look
-from weightnorm.lab.reports.section import Line
+from weightnorm.lab.reports.document import Line
+from weightnorm.lab.reports.style import Look, look
+from weightnorm.lab.runs.records import RunRecord
 
 
 def reading(drawn: tuple[Line, ...]) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import epoch_seconds, final, number, stat
 from weightnorm.lab.reports.comparison import Comparison, finished, grouped, label
 from weightnorm.lab.reports.curves import best_lines, rate_lines, reading
-from weightnorm.lab.reports.looks import Look, look, ordered
+from weightnorm.lab.reports.document import Line, Picture, Plot, Section, Table, slug
 from weightnorm.lab.reports.pictures import kept
-from weightnorm.lab.reports.section import Line, Picture, Plot, Section, Table, slug
-from weightnorm.lab.reports.settings import MACHINE, departures, settings, unlike
+from weightnorm.lab.reports.provenance import MACHINE, departures, settings, unlike
+from weightnorm.lab.reports.style import Look, look, ordered
 from weightnorm.lab.reports.tables import unfinished
+from weightnorm.lab.runs.records import RunRecord
 
 METRIC = "best_score"
 PUBLISHED = {

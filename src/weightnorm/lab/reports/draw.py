@@ -10,15 +10,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import final, number, series, stat
 from weightnorm.lab.reports.comparison import Comparison, comparisons, finished
 from weightnorm.lab.reports.curves import best_lines, rate_lines, reading
-from weightnorm.lab.reports.looks import look
+from weightnorm.lab.reports.document import Picture, Plot, Section, Table, slug
 from weightnorm.lab.reports.pictures import grid, kept
-from weightnorm.lab.reports.section import Picture, Plot, Section, Table, slug
-from weightnorm.lab.reports.settings import config_values, departures, settings
+from weightnorm.lab.reports.provenance import config_values, departures, settings
+from weightnorm.lab.reports.style import look
 from weightnorm.lab.reports.tables import times, unfinished
+from weightnorm.lab.runs.records import RunRecord
 
 METRIC = "test_negative_elbo"
 PUBLISHED = ("DRAW with attention (published)", "—", "—", "−80.97", "—", "—", "—", "—")

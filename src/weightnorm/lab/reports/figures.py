@@ -22,9 +22,9 @@ from matplotlib.ticker import (
 )
 from PIL import Image
 
-from weightnorm.lab.reports.bars import bar_figure
-from weightnorm.lab.reports.looks import INK
-from weightnorm.lab.reports.section import Bars, Line, Picture, Plot, Shown
+from weightnorm.lab.reports.bar_chart import bar_figure
+from weightnorm.lab.reports.document import Bars, Line, Picture, Plot, Shown
+from weightnorm.lab.reports.style import INK
 
 PAPER = "#ffffff"
 WIDTH, HEIGHT, LEGEND_ROW = 5.0, 3.5, 0.21

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
-from weightnorm.lab.records import Row, RunRecord
 from weightnorm.lab.reports.aggregate import final, number, stat
 from weightnorm.lab.reports.comparison import finished, grouped, label
 from weightnorm.lab.reports.curves import lines, reading
-from weightnorm.lab.reports.looks import LOOKS, Look, look
-from weightnorm.lab.reports.section import Plot, Section, Table, slug
-from weightnorm.lab.reports.settings import settings
+from weightnorm.lab.reports.document import Plot, Section, Table, slug
+from weightnorm.lab.reports.provenance import settings
+from weightnorm.lab.reports.style import LOOKS, Look, look
+from weightnorm.lab.runs.records import Row, RunRecord
 
 Groups = dict[str, list[RunRecord]]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from weightnorm.lab.reports.aggregate import epoch_seconds, stat
 from weightnorm.lab.reports.comparison import Comparison, finished
 from weightnorm.lab.reports.curves import progress
-from weightnorm.lab.reports.looks import look
-from weightnorm.lab.reports.section import Table
-from weightnorm.lab.reports.settings import MACHINE, unlike
+from weightnorm.lab.reports.document import Table
+from weightnorm.lab.reports.provenance import MACHINE, unlike
+from weightnorm.lab.reports.style import look
 
 
 def unfinished(runs: Comparison) -> list[Table]:

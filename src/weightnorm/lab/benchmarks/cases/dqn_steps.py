@@ -1,0 +1,174 @@
+"""Row 11: how many steps an agent takes in a second.
+
+Agents of one size take turns at the same game with the paper's settings: four steps, then an update
+on 64 transitions. The lab's own, standard and weight-normalized; the same with torch's
+parametrization, which computes every weight anew for each action and each target; and, where it is
+installed (the extra `bench`), the DQN of Stable-Baselines3: as it comes, and with our environment
+and memory that is kept when freed, which leaves the agents alone to be compared. Each has a process
+of its own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from weightnorm import Parameterization
+from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting
+from weightnorm.lab.benchmarks.goals import AtMost
+from weightnorm.lab.benchmarks.interleaved import Step, apart
+from weightnorm.lab.benchmarks.peers import OURS
+from weightnorm.lab.experiments import dqn
+from weightnorm.lab.experiments.dqn import Agent, Config, train_step
+from weightnorm.lab.malloc import keep_freed_memory
+from weightnorm.lab.rl.atari import Atari, Game
+from weightnorm.lab.rl.episodes import Beginning, Player
+from weightnorm.lab.rl.replay_buffer import Replay
+
+STANDARD = "standard"
+TORCHS = "weight norm, torch's"
+PEER = "Stable-Baselines3"
+PEER_ON_OURS = "Stable-Baselines3, our environment and memory"
+NEEDED = {PEER_ON_OURS: ("stable_baselines3",), PEER: ("stable_baselines3", "cv2")}
+
+
+class TorchsAgent(Agent):
+    """Weight norm as torch has it, in the network that learns, acts, and says what to aim at."""
+
+    def __init__(self, config: Config, game: Game, device: torch.device) -> None:
+        standard = replace(config, parameterization=Parameterization.STANDARD)
+        super().__init__(standard, game, device)
+        for layer in [m for m in self.model if isinstance(m, (nn.Conv2d, nn.Linear))]:
+            parametrizations.weight_norm(layer)
+        self.actor, self.target = self.model, deepcopy(self.model).requires_grad_(False)
+        self.networks = self.model, self.target
+        self.optimizer = torch.optim.Adamax(
+            self.model.parameters(), lr=config.learning_rate, betas=(0.5, 0.999)
+        )
+
+    def refresh(self) -> None: ...
+
+    def sync(self) -> None:
+        self.target.load_state_dict(self.model.state_dict())
+
+
+def learner(config: Config, kind: type[Agent], steps: int, threads: int) -> Step:
+    """An agent that has begun to learn, with memory as a run has it; each turn is so many steps."""
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    player, beginning = Player(Atari(config.game)), Beginning()
+    agent = kind(config, player.game, torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:  # the file goes, its map stays
+        replay = Replay(Path(folder, "replay.bin"), config.replay_size, player.game.shape)
+    replay.see(player.start())
+
+    def play(count: int) -> None:
+        for _ in range(count):
+            train_step(agent, player, replay, beginning)
+
+    play(config.replay_start)
+    return lambda: play(steps)
+
+
+def peer(config: Config, ours: bool, steps: int, threads: int) -> Step:
+    """Stable-Baselines3 with the same network, optimizer, batch and number of updates."""
+    torch.set_num_threads(threads)
+    vectors = import_module("stable_baselines3.common.vec_env")
+    if ours:
+        keep_freed_memory()
+        environment = vectors.DummyVecEnv([lambda: gym_of(config.game)])
+    else:
+        import_module("ale_py")  # tells Gymnasium its games
+        name = config.game.title().replace("-", "") + "NoFrameskip-v4"
+        environment = import_module("stable_baselines3.common.env_util").make_atari_env(name)
+    model = import_module("stable_baselines3").DQN(
+        "CnnPolicy",
+        vectors.VecFrameStack(environment, 4),
+        learning_rate=config.learning_rate,
+        buffer_size=config.replay_size,
+        learning_starts=config.replay_start,
+        batch_size=config.batch_size,
+        gamma=config.discount,
+        train_freq=config.update_every,
+        gradient_steps=1,
+        target_update_interval=config.sync_every,
+        exploration_initial_eps=config.epsilon_end,
+        exploration_final_eps=config.epsilon_end,
+        policy_kwargs={
+            "optimizer_class": torch.optim.Adamax,
+            "optimizer_kwargs": {"betas": (0.5, 0.999)},
+        },
+        device="cpu",
+    )
+    model.learn(config.replay_start)
+    return lambda: model.learn(steps, reset_num_timesteps=False)
+
+
+def gym_of(name: str) -> Any:
+    """The game as Gymnasium has environments."""
+    import gymnasium
+
+    class Environment(gymnasium.Env[Any, Any]):
+        def __init__(self) -> None:
+            self.game = Atari(name)
+            shape = (*self.game.shape, 1)
+            self.observation_space = gymnasium.spaces.Box(0, 255, shape, np.uint8)
+            self.action_space = gymnasium.spaces.Discrete(self.game.actions)
+
+        def reset(self, **_: Any) -> Any:
+            return self.game.start()[:, :, None], {}
+
+        def step(self, action: Any) -> Any:
+            step = self.game.step(int(action))
+            return step.frame[:, :, None], step.reward, step.over, False, {}
+
+    return Environment()
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """Agents that have begun to learn, each in its process; a turn is so many steps."""
+    start, steps = setting.size(1000, 20), setting.size(20, 8)
+    config = replace(
+        dqn.PAPER,
+        game=setting.size(dqn.PAPER.game, "pong"),
+        batch_size=setting.size(64, 4),
+        width=setting.size(1.0, 0.125),
+        replay_start=start,
+        replay_size=10 * start,
+        epsilon_steps=1,
+    )
+    standard = replace(config, parameterization=Parameterization.STANDARD)
+    turn = {"steps": steps, "threads": torch.get_num_threads()}
+    makers = {
+        STANDARD: partial(learner, standard, Agent, **turn),
+        OURS: partial(learner, config, Agent, **turn),
+        TORCHS: partial(learner, config, TorchsAgent, **turn),
+        PEER_ON_OURS: partial(peer, config, True, **turn),
+        PEER: partial(peer, config, False, **turn),
+    }
+    missing = [name for name, needed in NEEDED.items() if not all(map(find_spec, needed))]
+    goals = [AtMost(STANDARD, 1.02, name) for name in NEEDED if name not in missing]
+    without = f" (not installed: {'; '.join(missing)})" if missing else ""
+    with apart({name: makers[name] for name in makers if name not in missing}) as turns:
+        yield Case(
+            f"an update on 64 transitions every 4 steps{without}",
+            turns,
+            base=STANDARD,
+            goals=(AtMost(OURS, 1.02, STANDARD), *goals),
+            examples=steps,
+        )
+
+
+ROW = Row("dqn", "An agent learns, steps a second", cases)

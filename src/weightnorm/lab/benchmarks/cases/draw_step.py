@@ -1,0 +1,103 @@
+"""Row 11: a training step of DRAW, by the lab and by hand.
+
+Four networks that compute the same: the lab's own, standard and weight-normalized; and the same
+written layer by layer, standard and with torch's parametrization, which then computes every weight
+anew at each step of a drawing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting, Work
+from weightnorm.lab.benchmarks.goals import AtMost
+from weightnorm.lab.benchmarks.interleaved import Call
+from weightnorm.lab.benchmarks.peers import (
+    FLAVOURS,
+    OURS,
+    PARAMETRIZATION,
+    PLAIN,
+    flavour,
+)
+from weightnorm.lab.benchmarks.roofline import operations
+from weightnorm.lab.models.draw import DRAW, Bound, Cell, gated, kl_from_standard_normal
+
+
+class LayerByLayer(DRAW):
+    """The same function as one would first write it: at every step, each layer in turn."""
+
+    def forward(self, x: Tensor, noise: Tensor) -> Bound:
+        assert self.attention
+        canvas, kl = torch.zeros_like(x), x.new_zeros(len(x))
+        encoder = decoder = Cell(*x.new_zeros(2, len(x), self.hidden))
+        for u in noise:
+            window = self.reader.window(self.read_window(decoder.h))
+            glimpse = self.reader.read((x, x - canvas.sigmoid()), window)
+            t = self.encoder.input(torch.cat([glimpse, decoder.h], 1))
+            t = t + self.encoder.recurrent(encoder.h)
+            encoder = gated(t, self.encoder.peepholes, encoder.c)
+            mean, log_sigma = self.mean(encoder.h), self.log_sigma(encoder.h)
+            kl = kl + kl_from_standard_normal(mean, log_sigma).sum(1)
+            t = self.decoder.input(mean + log_sigma.exp() * u) + self.decoder.recurrent(decoder.h)
+            decoder = gated(t, self.decoder.peepholes, decoder.c)
+            window = self.writer.window(self.write_window(decoder.h))
+            canvas = canvas + self.writer.write(self.ink(decoder.h), window)
+        return Bound(F.binary_cross_entropy_with_logits(canvas, x, reduction="none").sum(1), kl)
+
+
+BY_HAND = "layer by layer"
+NETWORKS: dict[str, tuple[type[DRAW], str]] = {
+    BY_HAND: (LayerByLayer, PLAIN),
+    "standard": (DRAW, PLAIN),
+    OURS: (DRAW, OURS),
+    f"{BY_HAND}, {PARAMETRIZATION}": (LayerByLayer, PARAMETRIZATION),
+}
+
+
+def networks(hidden: int, device: torch.device) -> dict[str, DRAW]:
+    """The four, from the same random state."""
+    made = {}
+    for name, (kind, normalized) in NETWORKS.items():
+        model = flavour(partial(kind, hidden=hidden), FLAVOURS[normalized], device)
+        assert isinstance(model, DRAW)
+        made[name] = model
+    return made
+
+
+def training_step(model: DRAW, x: Tensor, noise: Tensor) -> Call:
+    """A step as the experiment takes it: bound, gradient, clipping, Adam."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0003, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x, noise).negative_elbo.mean().backward()
+        clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+
+    return step
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    batch, hidden = setting.size(100, 2), setting.size(256, 4)
+    for steps in setting.size((16, 64), (2,)):  # of the preset `cpu`, and of the paper
+        x = torch.rand(batch, 28 * 28, device=setting.device).round()
+        noise = torch.randn(steps, batch, 100, device=setting.device)
+        models = networks(hidden, setting.device)
+        peers = {name: training_step(model, x, noise) for name, model in models.items()}
+        yield Case(
+            f"{steps} steps of {hidden} units, batch of {batch}",
+            peers,
+            base=BY_HAND,
+            goals=(AtMost("standard", 1.02, BY_HAND), AtMost(OURS, 1.03, "standard")),
+            work=Work(operations(peers[BY_HAND]), "matrix", OURS),
+            examples=batch,
+        )
+
+
+ROW = Row("draw", "Training step of DRAW, sequences a second", cases)

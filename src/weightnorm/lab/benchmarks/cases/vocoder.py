@@ -1,0 +1,84 @@
+"""Row 2: many small one-dimensional convolutions, as vocoders have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from weightnorm import batched_weights, folded, weight_norm_model
+from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting, Work
+from weightnorm.lab.benchmarks.goals import AtMost
+from weightnorm.lab.benchmarks.interleaved import Call
+from weightnorm.lab.benchmarks.peers import OURS, PLAIN, flavour, flavours, training_step
+
+LAYERS, CHANNELS, LENGTH, BATCH = 60, 32, 512, 4
+DILATIONS = (1, 3, 5)
+FOLDED = "weight norm, folded"
+BATCHED = "weight norm, batched"
+
+
+class Residuals(nn.Module):
+    """x + conv(φ(x)), again and again, with dilations in turn."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            nn.Conv1d(CHANNELS, CHANNELS, 3, padding="same", dilation=DILATIONS[i % 3])
+            for i in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = x + conv(nn.functional.leaky_relu(x, 0.1))
+        return x
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    layers = setting.size(LAYERS, 2)
+    x = torch.randn(BATCH, CHANNELS, setting.size(LENGTH, 16), device=setting.device)
+    models = flavours(lambda: Residuals(layers), setting.device)
+    operations = 2 * 3 * CHANNELS * x.numel() * layers
+
+    def train(model: nn.Module) -> Call:
+        return training_step(model, lambda: model(x).square().mean())
+
+    def train_batched(model: nn.Module) -> Call:
+        weights = batched_weights(model)
+
+        def loss() -> Tensor:
+            with weights:
+                y: Tensor = model(x)
+            return y.square().mean()
+
+        return training_step(model, loss)
+
+    joined = flavour(lambda: Residuals(layers), weight_norm_model, setting.device)
+    yield Case(
+        "training step",
+        {name: train(model) for name, model in models.items()} | {BATCHED: train_batched(joined)},
+        base=PLAIN,
+        goals=(AtMost(BATCHED, 1.03, PLAIN),),
+        work=Work(3 * operations, "convolution", BATCHED),
+    )
+
+    def infer(model: nn.Module) -> Call:
+        def run() -> None:
+            with torch.no_grad():
+                model(x)
+
+        return run
+
+    with folded(models[OURS]):
+        names = {OURS: FOLDED}
+        yield Case(
+            "inference",
+            {names.get(name, name): infer(model) for name, model in models.items()},
+            base=PLAIN,
+            goals=(AtMost(FOLDED, 1.0, PLAIN),),
+            work=Work(operations, "convolution", FOLDED),
+        )
+
+
+ROW = Row("vocoder", "60 small conv1d layers", cases)

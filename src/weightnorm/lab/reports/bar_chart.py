@@ -1,0 +1,50 @@
+"""Bar charts: how much of something each peer takes, in groups."""
+
+from __future__ import annotations
+
+from textwrap import wrap
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.transforms import blended_transform_factory
+
+from weightnorm.lab.reports.document import Bars
+from weightnorm.lab.reports.style import INK
+
+WIDTH, BAR, GROUP, LINE, FRAME = 6.4, 0.24, 0.34, 0.16, 0.8
+"""Inches: of the figure, and high: a bar, a group's name, each further line of it, the frame."""
+LETTERS = 80
+"""That fit on a line."""
+
+
+def bar_figure(bars: Bars) -> Figure:
+    """Bars from the top down, each group under its name; a dashed line where the base is."""
+    count = sum(len(group.bars) for group in bars.groups)
+    titles = [wrap(group.name, LETTERS) for group in bars.groups]
+    extra = [LINE * (len(lines) - 1) for lines in titles]
+    height = FRAME + BAR * count + GROUP * len(bars.groups) + sum(extra)
+    drawing = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = drawing.add_subplot(xlabel=bars.x)
+    axes.grid(axis="y", visible=False)
+    axes.set_axisbelow(True)
+    longest = max([1.0, *(bar.high for group in bars.groups for bar in group.bars)])
+    across = blended_transform_factory(drawing.transFigure, axes.transData)
+    label: dict[str, Any] = {"va": "center", "size": 9, "in_layout": False}
+    names: dict[float, str] = {}
+    down = 0.0
+    for group, lines, more in zip(bars.groups, titles, extra, strict=True):
+        down += (GROUP + more) / BAR
+        # From the figure's left edge on, and without a say in how wide the axes are.
+        bold: dict[str, Any] = {"weight": "bold", "transform": across, "backgroundcolor": "white"}
+        axes.text(0.01, down - 0.25 - more / BAR / 2, "\n".join(lines), **bold, **label)
+        axes.plot([1, 1], [down + 0.5, down + len(group.bars) + 0.5], "--", color=INK, linewidth=1)
+        for bar in group.bars:
+            down += 1
+            names[down] = bar.name
+            axes.barh(down, bar.value, color=bar.look.colour, height=0.72)
+            axes.plot([bar.low, bar.high], [down, down], color=INK, linewidth=1.2)
+            axes.text(bar.high + longest / 60, down, f"{bar.value:.3g}", **label)
+    axes.set_yticks([*names], [*names.values()])
+    axes.set_ylim(down + 0.8, 0.4)
+    axes.set_xlim(0, 1.15 * longest)
+    return drawing

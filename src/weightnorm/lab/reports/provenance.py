@@ -1,0 +1,85 @@
+"""The settings and the machine behind a set of runs, and where the runs differ in them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weightnorm.lab.reports.document import Table
+from weightnorm.lab.runs.records import RunRecord
+
+VARIED = ("parameterization", "learning_rate", "seed")
+"""Fields that runs are meant to differ in."""
+MACHINE = ("machine", "device", "threads", "ranks")
+VERSIONS = ("torch", "python", "weightnorm", "commit")
+
+
+def settings(records: list[RunRecord]) -> Table:
+    """Every field of the config, the machine and the versions, over all runs."""
+    fields = dict.fromkeys(field for record in records for field in record.config)
+    rows = [(_words(field), _shown(config_values(records, field))) for field in fields]
+    rows += [(field, _shown(session_values(records, field))) for field in MACHINE + VERSIONS]
+    differing = [field for field in fields if field not in VARIED and _differ(records, field)]
+    differing += unlike(records, MACHINE + VERSIONS)
+    notes = [f"The runs differ in: {', '.join(map(_words, differing))}."] if differing else []
+    if any("+" in commit for commit in session_values(records, "commit")):
+        notes.append("+ after a commit: the code had changes that were not committed.")
+    head = ("setting", f"value (n = {len(records)} run{'s' * (len(records) != 1)})")
+    return Table("Settings and machine", head, tuple(rows), tuple(notes), numeric=False)
+
+
+def unlike(records: list[RunRecord], fields: Iterable[str]) -> list[str]:
+    """The fields of the environment that are not the same in all sessions of all runs."""
+    return [field for field in fields if len(session_values(records, field)) > 1]
+
+
+def config_values(records: list[RunRecord], field: str) -> Counter[str]:
+    """Each value of a field, and how many runs have it."""
+    return Counter(_text(record.config.get(field, "not recorded")) for record in records)
+
+
+def departures(records: list[RunRecord], usual: Mapping[str, str]) -> str:
+    """The fields whose values are not the usual ones, with their values; empty if all are."""
+    values = {field: config_values(records, field) for field in usual}
+    return ", ".join(
+        f"{_words(field)} {' or '.join(sorted(values[field]))}"
+        for field, value in usual.items()
+        if set(values[field]) != {value}
+    )
+
+
+def session_values(records: list[RunRecord], field: str) -> Counter[str]:
+    """The same for the environment; a run that was resumed elsewhere counts for both."""
+    return Counter(
+        value
+        for record in records
+        for value in {_text(row.get(field, "not recorded")) for row in record.sessions or [{}]}
+    )
+
+
+def _differ(records: list[RunRecord], field: str) -> bool:
+    return len(config_values(records, field)) > 1
+
+
+def _shown(values: Counter[str]) -> str:
+    if len(values) == 1:
+        return next(iter(values))
+    return ", ".join(f"{value} (n = {values[value]})" for value in sorted(values, key=_order))
+
+
+def _order(value: str) -> tuple[float, str]:
+    """Numbers by size, then words."""
+    try:
+        return float(value), value
+    except ValueError:
+        return math.inf, value
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
+
+
+def _words(field: str) -> str:
+    return field.replace("_", " ")

@@ -1,0 +1,1 @@
+"""Reinforcement learning: Atari games, the replay buffer, episodes."""

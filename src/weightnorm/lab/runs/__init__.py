@@ -1,0 +1,1 @@
+"""What every experiment shares: configuration, checkpoints, records, progress, ranks."""

@@ -1,0 +1,1 @@
+"""Grids of runs, executed locally or on a Ray cluster."""

@@ -1,0 +1,180 @@
+"""Ranks and machines come and go: the documented commands, in real processes on this one."""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commands import environment, outcome, run_folder, same, spread, wait_for
+from weightnorm.lab.runs.ranks import Ranks
+from weightnorm.lab.runs.records import load_record
+
+DOCS = Path(__file__).parents[3] / "docs" / "scaling.md"
+WORDS = ("--parameterization", "weight-norm-mean-only", "--epochs", 4, "--limit", 191)
+WORDS = (*WORDS, "--batch-size", 20, "--init-examples", 51)
+PATIENCE = 60
+
+
+def documented(nodes: int, port: int, *words: object) -> list[str]:
+    """The documented command for so many machines, on this one: two ranks and small sizes."""
+    text = DOCS.read_text().replace("\\\n", " ")
+    start = "--standalone" if nodes == 1 else f"--nnodes {nodes}"
+    (line,) = re.findall(rf"^\$ torchrun {start} .*$", text, re.MULTILINE)
+    line = line.partition("#")[0].replace("first-host:29500", f"127.0.0.1:{port}")
+    line = line.replace("--nproc-per-node 8", f"--nproc-per-node {2 // nodes}")
+    line = line.replace("--preset paper", "--preset demo").replace("--runs /shared/runs", "")
+    command = shlex.split(line)[2:]
+    return [sys.executable, "-m", "torch.distributed.run", *command, *map(str, words)]
+
+
+class Node:
+    """One machine's torchrun."""
+
+    def __init__(self, nodes: int, port: int, *words: object):
+        self.process = subprocess.Popen(
+            documented(nodes, port, *words),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(GLOO_SOCKET_IFNAME="lo"),
+        )
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids of its ranks."""
+        pid, found = self.process.pid, {}
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found.update({int(v[5:]): int(child) for v in variables if v.startswith(b"RANK=")})
+        return found
+
+    def lose(self) -> None:
+        """The machine is gone: torchrun, then its ranks, without a word."""
+        ranks = self.ranks()
+        self.process.kill()
+        for pid in ranks.values():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def end(self, seconds: float = 240) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def machine():
+    """Starts one; those that are left over are ended."""
+    started = []
+
+    def start(*args: object) -> Node:
+        started.append(Node(*args))
+        return started[-1]
+
+    yield start
+    for node in started:
+        if node.process.poll() is None:
+            node.lose()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_a_lost_rank_ends_the_run_in_time_and_the_same_command_goes_on(tmp_path, machine):
+    runs = tmp_path / "many"
+    words = (*WORDS, "--runs", runs, "--wait-seconds", PATIENCE, "--checkpoint-seconds", 0)
+    checkpoint = "checkpoint-previous.pt"
+
+    only = machine(1, free_port(), *words)
+    wait_for(lambda: list(runs.rglob(checkpoint)), 240)
+    began = time.monotonic()
+    os.kill(only.ranks()[1], signal.SIGKILL)
+    code, said = only.end()
+    assert code == 1, said
+    assert time.monotonic() - began < PATIENCE
+    assert re.search(r"failed .*: rank 0 of 2 waited for .* in vain", said)
+    assert "start all ranks again with the same command to go on" in said
+
+    port, before = free_port(), (run_folder(runs) / checkpoint).stat().st_mtime_ns
+    first, second = machine(2, port, *words), machine(2, port, *words)
+    wait_for(lambda: (run_folder(runs) / checkpoint).stat().st_mtime_ns > before, 240)
+    began = time.monotonic()
+    second.lose()
+    code, said = first.end()
+    assert code == 1, said
+    assert time.monotonic() - began < PATIENCE
+    assert "in vain" in said
+
+    port = free_port()
+    nodes = machine(2, port, *words), machine(2, port, *words)
+    assert [node.end()[0] for node in nodes] == [0, 0]
+    together = load_record(run_folder(runs))
+    assert [session["ranks"] for session in together.sessions] == [2, 2, 2]
+    assert [row["epoch"] for row in together.metrics] == [1, 2, 3, 4]
+
+    whole = tmp_path / "undisturbed"
+    spread(2, "run", "classify", "--preset", "demo", *WORDS, "--runs", whole)
+    assert same(outcome(runs), outcome(whole))
+
+
+def test_batch_norm_on_several_cpus_is_refused_by_name(tmp_path, machine):
+    words = ("--parameterization", "batch-norm", "--runs", tmp_path)
+    code, said = machine(1, free_port(), *words).end()
+    assert code != 0
+    assert "torch synchronizes batch norm on GPUs only" in said
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "gpu"),
+    [
+        ("cpu", "gloo", None),
+        ("cuda", "cpu:gloo,cuda:nccl", 3),
+        ("cuda:1", "cpu:gloo,cuda:nccl", None),
+    ],
+)
+def test_each_rank_of_a_machine_has_a_gpu_of_its_own(monkeypatch, device, backend, gpu):
+    asked = {}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: asked.update(gpu=index))
+    monkeypatch.setattr(dist, "init_process_group", lambda b, timeout: asked.update(b=b, t=timeout))
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    assert Ranks.join(torch.device(device), 9) == Ranks(5, 8)
+    assert asked.pop("gpu", None) == gpu
+    assert asked == {"b": backend, "t": timedelta(seconds=9)}
+
+
+LEAVES_NOTHING = """
+import weakref
+import torch
+from weightnorm.lab.runs.ranks import Ranks
+
+ranks = Ranks.join(torch.device("cpu"), 60)
+group = weakref.ref(torch.distributed.group.WORLD)
+weight = torch.ones(3, requires_grad=True)
+weight.sum().backward()
+torch.optim.Adam([weight]).step()  # which imports what takes the group as its default
+ranks.leave()
+raise SystemExit(group() is not None)
+"""
+
+
+def test_nothing_holds_the_group_once_the_ranks_have_left():
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+    command = [*launch, sys.executable, "-c", LEAVES_NOTHING]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

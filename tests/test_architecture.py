@@ -48,10 +48,11 @@ LIBRARY = {
 LAB = {
     # unit: (units of the lab it may import, whether it uses the library, outside packages)
     "errors": (set(), False, set()),
+    "files": (set(), False, set()),
     "malloc": (set(), False, set()),
-    "data": ({"errors"}, False, {"numpy", "torch", "pooch", "sklearn"}),
+    "data": ({"errors", "files"}, False, {"numpy", "torch", "pooch", "sklearn"}),
     "models": (set(), True, {"torch"}),
-    "runs": ({"errors", "malloc"}, True, {"numpy", "torch", "rich"}),
+    "runs": ({"errors", "files", "malloc"}, True, {"numpy", "torch", "rich"}),
     "rl": ({"errors", "runs"}, True, {"numpy", "torch", "ale_py"}),
     "experiments": ({"data", "errors", "models", "rl", "runs"}, True, {"torch", "rich"}),
     "sweeps": ({"errors", "experiments", "runs"}, True, {"rich", "ray"}),
@@ -65,9 +66,13 @@ LAB = {
         True,
         {"torch", "rich", "numpy", "gymnasium"},
     ),
-    "reports": ({"errors", "runs"}, False, {"numpy", "matplotlib", "PIL", "jinja2"}),
-    "safetensors_writer": (set(), False, {"torch"}),
-    "checkpoint_files": ({"errors", "runs", "safetensors_writer"}, True, {"torch", "safetensors"}),
+    "reports": ({"errors", "files", "runs"}, False, {"numpy", "matplotlib", "PIL", "jinja2"}),
+    "safetensors_writer": ({"files"}, False, {"torch"}),
+    "checkpoint_files": (
+        {"errors", "files", "runs", "safetensors_writer"},
+        True,
+        {"torch", "safetensors"},
+    ),
     "cli": (
         {
             "benchmarks",
@@ -175,3 +180,15 @@ def test_no_import_cycles():
     assert without_cycles(LIBRARY)
     assert without_cycles({unit: units for unit, (units, _, _) in LAB.items()})
     assert not without_cycles({"a": {"b"}, "b": {"a"}})
+
+
+def test_class_names_are_unique():
+    """One concept, one name. Every experiment has a Config: that is their common interface."""
+    found: dict[str, list[str]] = {}
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not (
+                node.name == "Config" and path.parent.name == "experiments"
+            ):
+                found.setdefault(node.name, []).append(path.name)
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}

@@ -18,7 +18,7 @@ def test_replaces_whole_content(tmp_path):
 def test_error_keeps_old_content(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    with pytest.raises(RuntimeError), atomic_writer(path) as file:
+    with pytest.raises(RuntimeError), atomic_writer(path) as file:  # noqa: PT012
         file.write(b"half")
         raise RuntimeError
     assert path.read_bytes() == b"old"

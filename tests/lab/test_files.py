@@ -1,10 +1,20 @@
+"""Atomic writes and digests."""
+
+import hashlib
 import os
 import subprocess
 import sys
 
 import pytest
 
-from weightnorm.lab.files import atomic_writer, remove_temporary, write_atomically
+from weightnorm.lab.files import (
+    CHUNK,
+    atomic_writer,
+    digest,
+    file_digest,
+    remove_temporary,
+    write_atomically,
+)
 
 
 def test_replaces_whole_content(tmp_path):
@@ -45,3 +55,12 @@ def test_a_killed_writer_leaves_only_a_temporary_file(tmp_path):
     assert not (tmp_path / "x").exists()
     remove_temporary(tmp_path)
     assert not os.listdir(tmp_path)
+
+
+def test_digest_covers_every_byte(tmp_path):
+    content = bytes(range(256)) * (CHUNK // 128) + b"end"  # more than one chunk
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    assert digest(content) == file_digest(path) == hashlib.sha256(content).hexdigest()
+    path.write_bytes(content[:-1] + b"D")
+    assert file_digest(path) != digest(content)

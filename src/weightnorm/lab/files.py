@@ -1,7 +1,8 @@
-"""Atomic file writes: a reader sees the old content or the new, never a mixture."""
+"""Atomic file writes and SHA-256 digests of files."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import IO
 
 SUFFIX = ".tmp"
+CHUNK = 1 << 20
+"""Bytes read at a time, so that a file of any size fits into memory."""
 
 
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces `path` when the block ends without an error.
 
-    The data is synced to disk before the file is renamed. After an error the temporary file is
+    A reader sees the old content or the new, never a mixture. The data is synced to disk before the file is renamed. After an error the temporary file is
     removed and `path` is as before.
 
     >>> from tempfile import mkdtemp
@@ -39,12 +42,36 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file by `content`, whole or not at all."""
+    """Replace the content of a file, whole or not at all."""
     with atomic_writer(path) as file:
         file.write(content)
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove what killed writers left in a folder. Call it only while no one else writes there."""
+    """Delete the temporary files that killed writers left in a folder.
+
+    Call it only under a lock that keeps other writers out of the folder.
+    """
     for path in folder.glob(f".*{SUFFIX}"):
         path.unlink(missing_ok=True)
+
+
+def digest(content: bytes | bytearray | memoryview) -> str:
+    """Compute the SHA-256 digest of `content`, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Compute the SHA-256 digest of a file, in hexadecimal.
+
+    >>> from tempfile import mkdtemp
+    >>> path = Path(mkdtemp()) / "empty"
+    >>> path.touch()
+    >>> file_digest(path) == digest(b"")
+    True
+    """
+    result = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            result.update(chunk)
+    return result.hexdigest()

@@ -6,8 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightnorm.lab.reports.aggregate import best_rate, curve, epoch_seconds, final, number, stat
-from weightnorm.lab.reports.comparison import comparisons, label
+from weightnorm.lab.reports.aggregate import (
+    best_rate,
+    curve,
+    epoch_seconds,
+    final,
+    finite_or_nan,
+    stat,
+)
+from weightnorm.lab.reports.run_grid import label, run_grids
 from weightnorm.lab.runs.records import RunRecord
 
 
@@ -29,7 +36,7 @@ def test_stat_is_numpys():
 
 @pytest.mark.parametrize("missing", [None, "0.3", True, math.nan, math.inf, 10**400, [1]])
 def test_what_is_not_a_finite_number_is_not_counted(missing):
-    assert math.isnan(number(missing))
+    assert math.isnan(finite_or_nan(missing))
     found = stat([0.25, missing])
     assert (found.mean, found.n, found.runs, found.complete) == (0.25, 1, 2, False)
     assert found.text() == "0.25 (n = 1 of 2)"
@@ -137,7 +144,7 @@ def test_a_comparison_sorts_runs_out():
         for rate in (0.01, 0.001)
         for seed in (1, 2)
     ]
-    (found,) = comparisons(runs, "error")
+    (found,) = run_grids(runs, "error")
     assert list(found.grid) == ["standard", "weight-norm", "own"]
     assert all(list(rates) == [0.001, 0.01] for rates in found.grid.values())
     assert {len(runs) for rates in found.grid.values() for runs in rates.values()} == {2}

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from matplotlib.image import imread
 
-from weightnorm.lab.reports.style import LOOKS
+from weightnorm.lab.reports.style import STYLES
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -89,15 +89,15 @@ def pixels(path):
     return (imread(path)[..., :3] * 255).round().astype(int)
 
 
-def test_the_figures_are_drawn_in_their_colours(browse, files, tmp_path):
+def test_the_figures_are_drawn_in_their_colors(browse, files, tmp_path):
     picture = tmp_path / "page.png"
     browse("--window-size=1280,1600", f"--screenshot={picture}", files.page.as_uri())
     page = pixels(picture)
     assert page.shape[:2] == (1600, 1280)
     assert page.mean() > 200
-    for look in LOOKS.values():
-        colour = [int(look.colour[i : i + 2], 16) for i in (1, 3, 5)]
-        assert (abs(page - colour).max(-1) <= 2).sum() > 200, look
+    for style in STYLES.values():
+        color = [int(style.color[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (abs(page - color).max(-1) <= 2).sum() > 200, style
 
 
 def test_the_page_has_a_dark_side(browse, files, tmp_path):

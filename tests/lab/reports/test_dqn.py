@@ -100,7 +100,7 @@ def test_the_learning_rate_with_the_highest_best_score_is_drawn(agent):
 def test_values_and_losses_are_drawn(agent):
     _, game = parts([agent([1.0, 2.0, 3.0]), agent([2.0, 3.0, 4.0], kind="batch-norm")])
     values = found(game, Plot, "What the agent expects")
-    assert [line.look.name for line in values.lines] == ["batch norm", "weight norm"]
+    assert [line.style.name for line in values.lines] == ["batch norm", "weight norm"]
     assert values.lines[0].y == (0.5, 1.0, 1.5)
     assert found(game, Plot, "Loss").lines[0].y == (1, 1 / 2, 1 / 3)
 

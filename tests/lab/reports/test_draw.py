@@ -8,7 +8,7 @@ from PIL import Image
 
 from weightnorm.lab.reports import report
 from weightnorm.lab.reports.document import Picture, Plot, Table
-from weightnorm.lab.reports.draw import LAST, SQUARE, ZOOM, section, squared
+from weightnorm.lab.reports.draw import LAST, SQUARE, ZOOM, section, with_box
 
 SIDE, STEPS = 6, 12
 
@@ -149,14 +149,14 @@ def test_pictures_of_each_parameterization(drawn):
 
 def test_a_square_is_where_the_box_says_and_inside_the_picture():
     black = np.zeros((SIDE, SIDE), np.uint8)
-    image = squared(black, np.float32([2.5, 1.5, 2.0]))  # rows 1.5 … 3.5, columns 0.5 … 2.5
+    image = with_box(black, np.float32([2.5, 1.5, 2.0]))  # rows 1.5 … 3.5, columns 0.5 … 2.5
     marked = (image == SQUARE).all(-1)
     ys, xs = np.nonzero(marked)
     assert (ys.min(), ys.max(), xs.min(), xs.max()) == (8, 16, 4, 12)
     assert marked[8, 4:13].all()
     assert marked[8:17, 12].all()
     assert not marked[9:16, 5:12].any()
-    whole = (squared(black, np.float32([2.5, 2.5, 1e30])) == SQUARE).all(-1)
+    whole = (with_box(black, np.float32([2.5, 2.5, 1e30])) == SQUARE).all(-1)
     assert whole[0].all()
     assert whole[:, -1].all()
     assert whole.sum() == 4 * (SIDE * ZOOM - 1)

@@ -10,13 +10,19 @@ from matplotlib.colors import to_hex
 from PIL import Image, ImageSequence
 
 from weightnorm.lab.reports.bar_chart import bar_figure
-from weightnorm.lab.reports.document import Bar, Bars, Group, Line, Picture, Plot
-from weightnorm.lab.reports.figures import LEGEND_WIDTH, STYLE, draw, figure, picture_files
-from weightnorm.lab.reports.style import LOOKS
+from weightnorm.lab.reports.document import Bar, BarChart, BarGroup, Line, Picture, Plot
+from weightnorm.lab.reports.figures import (
+    LEGEND_WIDTH,
+    STYLE,
+    picture_files,
+    plot_figure,
+    render_figures,
+)
+from weightnorm.lab.reports.style import STYLES
 
 
 def line(kind="weight-norm", x=(1.0, 2.0, 3.0), y=(30.0, 20.0, 10.0), **changes):
-    return Line(**{"name": kind, "look": LOOKS[kind], "x": x, "y": y, **changes})
+    return Line(**{"name": kind, "style": STYLES[kind], "x": x, "y": y, **changes})
 
 
 def plot(*lines, **changes):
@@ -24,14 +30,14 @@ def plot(*lines, **changes):
 
 
 def axes(*lines, **changes):
-    return figure(plot(*lines, **changes)).axes[0]
+    return plot_figure(plot(*lines, **changes)).axes[0]
 
 
-def test_a_line_has_its_colour_marker_and_dashes():
+def test_a_line_has_its_color_marker_and_dashes():
     done, running = axes(line(), line("standard", unfinished=True)).lines
     assert (done.get_linestyle(), running.get_linestyle()) == ("-", "--")
-    assert (done.get_color(), done.get_marker()) == (LOOKS["weight-norm"].colour, "^")
-    assert (running.get_color(), running.get_marker()) == (LOOKS["standard"].colour, "o")
+    assert (done.get_color(), done.get_marker()) == (STYLES["weight-norm"].color, "^")
+    assert (running.get_color(), running.get_marker()) == (STYLES["standard"].color, "o")
     assert list(done.get_ydata()) == [30, 20, 10]
 
 
@@ -39,7 +45,7 @@ def test_a_band_is_spread_around_its_line():
     (band,) = axes(line(spread=(3.0, 2.0, 1.0)), line("standard")).collections
     corners = {tuple(corner) for corner in band.get_paths()[0].vertices}
     assert corners == {(1, 27), (1, 33), (2, 18), (2, 22), (3, 9), (3, 11)}
-    assert to_hex(band.get_facecolor()[0]) == LOOKS["weight-norm"].colour
+    assert to_hex(band.get_facecolor()[0]) == STYLES["weight-norm"].color
 
 
 def test_errors_start_at_zero_and_lengths_need_not():
@@ -68,7 +74,7 @@ def test_a_long_line_has_few_markers(epochs):
 def test_the_legend_covers_no_curve_and_leaves_no_name_out():
     names = ["short", "a name that goes on " * 5]
     with matplotlib.style.context(["default", STYLE]):
-        drawing = figure(plot(*(line(name=name) for name in names)))
+        drawing = plot_figure(plot(*(line(name=name) for name in names)))
         drawing.draw_without_rendering()
     (legend,) = drawing.legends
     texts = [text.get_text() for text in legend.texts]
@@ -81,14 +87,14 @@ def test_the_legend_covers_no_curve_and_leaves_no_name_out():
 
 def test_gaps_and_dollars_are_drawn():
     gap = plot(line(name="$x$ costs $5", y=(30.0, math.nan, 10.0)))
-    (picture,) = draw([gap]).values()
+    (picture,) = render_figures([gap]).values()
     assert b"$x$ costs $5" in picture.files["svg"]
     assert b"NaN" not in picture.files["svg"].replace(b"nan", b"NaN")
 
 
 def test_two_plots_of_one_name_are_two_pictures():
     first, second = plot(line()), plot(line("standard"))
-    pictures = draw([first, second])
+    pictures = render_figures([first, second])
     assert [pictures[one].name for one in (first, second)] == ["name", "name-2"]
 
 
@@ -99,14 +105,14 @@ def decoded(files):
     return kind, frames, image.info
 
 
-@pytest.mark.parametrize("colour", [(), (3,)])
-def test_a_picture_is_a_png_with_square_pixels(colour):
-    pixels = np.random.default_rng(1).integers(0, 256, (1, 8, 20, *colour), np.uint8)
+@pytest.mark.parametrize("color", [(), (3,)])
+def test_a_picture_is_a_png_with_square_pixels(color):
+    pixels = np.random.default_rng(1).integers(0, 256, (1, 8, 20, *color), np.uint8)
     kind, (frame,), _ = decoded(picture_files(Picture("a", "A", "Words.", pixels)))
     assert kind == "png"
     assert frame.shape == (8 * 32, 20 * 32, 3)
     large = np.repeat(np.repeat(pixels[0], 32, 0), 32, 1)
-    assert (frame == (large if colour else large[..., None])).all()
+    assert (frame == (large if color else large[..., None])).all()
 
 
 def test_frames_move():
@@ -124,15 +130,19 @@ def test_wide_pictures_keep_their_size():
 
 def test_bars_stand_in_groups_with_their_intervals():
     bars = [
-        Bar(kind, LOOKS[kind], x, x - 0.1, x + 0.2)
+        Bar(kind, STYLES[kind], x, x - 0.1, x + 0.2)
         for kind, x in (("standard", 0.9), ("weight-norm", 1.5))
     ]
-    chart = Bars(
-        "name", "Title", "Caption.", "ratio", (Group("a", tuple(bars)), Group("b", tuple(bars[:1])))
+    chart = BarChart(
+        "name",
+        "Title",
+        "Caption.",
+        "ratio",
+        (BarGroup("a", tuple(bars)), BarGroup("b", tuple(bars[:1]))),
     )
     (axes,) = bar_figure(chart).axes
     assert [bar.get_width() for bar in axes.patches] == [0.9, 1.5, 0.9]
-    assert to_hex(axes.patches[1].get_facecolor()) == LOOKS["weight-norm"].colour
+    assert to_hex(axes.patches[1].get_facecolor()) == STYLES["weight-norm"].color
     assert [text.get_text() for text in axes.get_yticklabels()] == [
         "standard",
         "weight-norm",
@@ -144,12 +154,14 @@ def test_bars_stand_in_groups_with_their_intervals():
     assert spans.count([1, 1]) == 2  # where the base is, in each group
     assert [1.4, 1.7] in spans
     assert chart.alt == "Title: ratio. a: standard 0.9, weight-norm 1.5; b: standard 0.9."
-    assert set(draw([chart])[chart].files) == {"svg", "png"}
+    assert set(render_figures([chart])[chart].files) == {"svg", "png"}
 
 
 def test_the_name_of_a_group_stays_within_the_chart():
-    bar = Bar("standard", LOOKS["standard"], 1.0, 0.9, 1.1)
-    chart = Bars("n", "T", "C.", "x", (Group("a network, a quarter of its width, " * 4, (bar,)),))
+    bar = Bar("standard", STYLES["standard"], 1.0, 0.9, 1.1)
+    chart = BarChart(
+        "n", "T", "C.", "x", (BarGroup("a network, a quarter of its width, " * 4, (bar,)),)
+    )
     with matplotlib.style.context(STYLE):
         drawing = bar_figure(chart)
         drawing.draw_without_rendering()

@@ -3,32 +3,32 @@
 import numpy as np
 import pytest
 
-from weightnorm.lab.reports.pictures import grid, kept
+from weightnorm.lab.reports.pictures import image_grid, load_arrays
 from weightnorm.lab.runs.records import RunRecord
 
 
 def test_what_a_run_kept_is_read_and_what_is_damaged_is_not(tmp_path):
     record = RunRecord(tmp_path, "draw", "demo", {})
-    assert kept(record, "samples") == {}
+    assert load_arrays(record, "samples") == {}
     images = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     np.savez_compressed(tmp_path / "samples.npz", images=images)
-    assert (kept(record, "samples")["images"] == images).all()
+    assert (load_arrays(record, "samples")["images"] == images).all()
     content = (tmp_path / "samples.npz").read_bytes()
     for damaged in (b"", b"no archive", content[:40], content[:-30]):
         (tmp_path / "samples.npz").write_bytes(damaged)
-        assert kept(record, "samples") == {}
+        assert load_arrays(record, "samples") == {}
 
 
 def test_arrays_that_are_pickles_are_not_read(tmp_path):
     np.savez(tmp_path / "samples.npz", images=np.array([{"a": 1}], dtype=object))
-    assert kept(RunRecord(tmp_path, "draw", "demo", {}), "samples") == {}
+    assert load_arrays(RunRecord(tmp_path, "draw", "demo", {}), "samples") == {}
 
 
-@pytest.mark.parametrize("colour", [(), (3,)])
-def test_images_stand_side_by_side(colour):
-    images = np.random.default_rng(0).integers(1, 256, (5, 4, 3, *colour), np.uint8)
-    sheet = grid(images, columns=2, background=0)
-    assert sheet.shape == (3 * 5 - 1, 2 * 4 - 1, *colour)
+@pytest.mark.parametrize("color", [(), (3,)])
+def test_images_stand_side_by_side(color):
+    images = np.random.default_rng(0).integers(1, 256, (5, 4, 3, *color), np.uint8)
+    sheet = image_grid(images, columns=2, background=0)
+    assert sheet.shape == (3 * 5 - 1, 2 * 4 - 1, *color)
     assert (sheet[5:9, 4:7] == images[3]).all()
     assert (sheet[:, 3] == 0).all()
     assert (sheet[4] == 0).all()

@@ -15,7 +15,7 @@ from weightnorm.lab.errors import ReportError
 from weightnorm.lab.reports import SECTIONS, report
 from weightnorm.lab.reports.document import Section
 from weightnorm.lab.reports.figures import PAPER
-from weightnorm.lab.reports.style import INK, LOOKS
+from weightnorm.lab.reports.style import INK, STYLES
 from weightnorm.lab.runs.records import write_json
 
 
@@ -250,14 +250,14 @@ def test_the_page_can_be_made_from_any_folder_above_the_runs(run, tmp_path, monk
     assert str(tmp_path) not in page
 
 
-def test_colours_stand_out_on_both_schemes():
-    def light(colour):
-        parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+def test_colors_stand_out_on_both_schemes():
+    def light(color):
+        parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
         return sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
-    colours = {look.colour for look in LOOKS.values()} - {INK}  # which turns with the scheme
-    assert len(colours) == 4
-    for colour in colours:
-        assert 1.05 / (light(colour) + 0.05) >= 3
-        assert (light(colour) + 0.05) / (light("#15191f") + 0.05) >= 3
+    colors = {style.color for style in STYLES.values()} - {INK}  # which turns with the scheme
+    assert len(colors) == 4
+    for color in colors:
+        assert 1.05 / (light(color) + 0.05) >= 3
+        assert (light(color) + 0.05) / (light("#15191f") + 0.05) >= 3

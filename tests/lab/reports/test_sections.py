@@ -7,7 +7,7 @@ import pytest
 from weightnorm.lab.reports import classify, generic
 from weightnorm.lab.reports.document import Plot, Section, Table, slug
 from weightnorm.lab.reports.provenance import settings
-from weightnorm.lab.reports.style import LOOKS
+from weightnorm.lab.reports.style import STYLES
 
 
 def plot(section: Section, ending: str) -> Plot:
@@ -29,9 +29,9 @@ def rows(section: Section, title: str) -> dict[str, dict[str, str]]:
 
 def test_the_papers_figure_has_a_line_for_each_parameterization(grid):
     drawn = plot(classify.section(grid()), "cpu-train-error").lines
-    assert [line.look for line in drawn] == list(LOOKS.values())
+    assert [line.style for line in drawn] == list(STYLES.values())
     for line in drawn:
-        assert line.name == f"{line.look.name}, lr 0.003, n = 3"
+        assert line.name == f"{line.style.name}, lr 0.003, n = 3"
         assert line.x == (1, 2, 3, 4)
         assert len(line.spread) == 4
         assert not line.unfinished
@@ -104,9 +104,9 @@ def test_times_on_unlike_machines_are_called_so(run):
 
 def test_lengths_are_drawn_for_normalized_weights_only(grid):
     section = classify.section(grid())
-    expected = [LOOKS["weight-norm"], LOOKS["weight-norm-mean-only"]]
+    expected = [STYLES["weight-norm"], STYLES["weight-norm-mean-only"]]
     for ending in ("v-norm", "effective-step"):
-        assert [line.look for line in plot(section, ending).lines] == expected
+        assert [line.style for line in plot(section, ending).lines] == expected
     assert plot(section, "v-norm").lines[0].y == pytest.approx((1, 4 / 3, 5 / 3, 2))
 
 
@@ -201,7 +201,7 @@ def test_an_unknown_experiment_shows_every_metric(run):
     drawn = plot(section, "vae-cpu-train-error").lines
     names = ["parameterization weight-norm, n = 2", "parameterization standard, n = 2"]
     assert [line.name for line in drawn] == names
-    assert [line.look for line in drawn] == [LOOKS["weight-norm"], LOOKS["standard"]]
+    assert [line.style for line in drawn] == [STYLES["weight-norm"], STYLES["standard"]]
     found = rows(section, "Results")["parameterization standard"]
     assert (found["bound"], found["n"]) == ("-81.5000 ± 0.7071", "2")
 
@@ -214,7 +214,7 @@ def test_an_unknown_experiment_without_parameterizations(run):
     records += [run(experiment="bench", parameterization=None, width=2.0, seed=2)]
     drawn = plot(generic.section(records), "train-loss").lines
     assert [line.name for line in drawn] == ["width 1.0, n = 1", "width 2.0, n = 1"]
-    assert len({line.look.colour for line in drawn}) == 2
+    assert len({line.style.color for line in drawn}) == 2
 
 
 def test_a_plot_has_words_for_those_who_do_not_see_it(run):

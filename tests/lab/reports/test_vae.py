@@ -5,7 +5,7 @@ import pytest
 
 from weightnorm.lab.reports import report, vae
 from weightnorm.lab.reports.document import Picture, Plot, Section, Table
-from weightnorm.lab.reports.style import LOOKS
+from weightnorm.lab.reports.style import STYLES
 
 SETTINGS = {
     "experiment": "vae",
@@ -78,7 +78,7 @@ def test_figure_2_has_error_bars_over_seeds(pair):
     (part,) = vae.section(pair()).content
     assert part.title == "vae: MNIST, cpu"
     plot = found(part, Plot, "test-negative-elbo")
-    assert [line.look for line in plot.lines] == [LOOKS["standard"], LOOKS["weight-norm"]]
+    assert [line.style for line in plot.lines] == [STYLES["standard"], STYLES["weight-norm"]]
     standard = plot.lines[0]
     assert standard.name == "standard, lr 0.002, n = 3"
     assert standard.x == (1, 2, 3, 4)
@@ -140,10 +140,10 @@ def test_learning_rates_are_drawn_if_there_are_several(pair, run):
     assert drawn[1].y == pytest.approx((-88, -95))
 
 
-@pytest.mark.parametrize("colour", [(), (3,)])
-def test_samples_and_reconstructions_are_pictures(pair, tmp_path, colour):
+@pytest.mark.parametrize("color", [(), (3,)])
+def test_samples_and_reconstructions_are_pictures(pair, tmp_path, color):
     records = pair()
-    images = np.zeros((16, 4, 4, *colour), np.uint8)
+    images = np.zeros((16, 4, 4, *color), np.uint8)
     above, below = images + 10, images + 20
     for record in records[:4]:  # standard's three, and weight norm's first
         np.savez_compressed(
@@ -158,7 +158,7 @@ def test_samples_and_reconstructions_are_pictures(pair, tmp_path, colour):
         "Reconstructions: weight norm, seed 1",
     ]
     samples, pairs = (item.frames[0] for item in drawn[:2])
-    assert samples.shape == (9, 39, *colour)
+    assert samples.shape == (9, 39, *color)
     assert [pairs[y, 0].max() for y in (0, 5, 10, 15)] == [10, 20, 10, 20]
     assert report(tmp_path / "runs", tmp_path / "out").problems == ()
 

@@ -107,12 +107,12 @@ def _around(page: Path) -> tuple[str, str]:
 
 def _keep(record: Row, options: BenchOptions) -> None:
     from weightnorm.lab.reports.bench import about, charts, markdown
-    from weightnorm.lab.reports.figures import draw
+    from weightnorm.lab.reports.figures import render_figures
 
     _say(f"\n{about(record)}\nrecord: {options.out / 'result.json'}")
     for old in options.out.glob("bench-*"):
         old.unlink()
-    for drawing in draw(charts(record)).values():
+    for drawing in render_figures(charts(record)).values():
         for kind, content in drawing.files.items():
             write_atomically(options.out / f"{drawing.name}.{kind}", content)
     if options.page:

@@ -48,7 +48,7 @@ class Curve:
     n: int
 
 
-def number(value: Any) -> float:
+def finite_or_nan(value: Any) -> float:
     """A finite number, or nan for whatever else a record may hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
@@ -60,7 +60,7 @@ def number(value: Any) -> float:
 
 def stat(values: Iterable[Any]) -> Stat:
     """Over the numbers among the values; the others count as runs without one."""
-    all_values = [number(value) for value in values]
+    all_values = [finite_or_nan(value) for value in values]
     finite = [value for value in all_values if not math.isnan(value)]
     mean = float(np.mean(finite)) if finite else math.nan
     std = float(np.std(finite, ddof=1)) if len(finite) > 1 else math.nan
@@ -87,7 +87,7 @@ def curve(records: Iterable[RunRecord], metric: str) -> Curve:
 def series(record: RunRecord, metric: str) -> dict[float, float]:
     """Epoch → value, where there is one."""
     pairs = (
-        (number(row.get("epoch", count)), number(row.get(metric)))
+        (finite_or_nan(row.get("epoch", count)), finite_or_nan(row.get(metric)))
         for count, row in enumerate(record.metrics, 1)
     )
     return {epoch: value for epoch, value in pairs if not (math.isnan(epoch) or math.isnan(value))}
@@ -96,8 +96,8 @@ def series(record: RunRecord, metric: str) -> dict[float, float]:
 def final(record: RunRecord, metric: str) -> float:
     """A metric at the end of a run: its result's, else the newest row's."""
     if record.result is not None and metric in record.result:
-        return number(record.result[metric])
-    return number(record.metrics[-1].get(metric)) if record.metrics else math.nan
+        return finite_or_nan(record.result[metric])
+    return finite_or_nan(record.metrics[-1].get(metric)) if record.metrics else math.nan
 
 
 def epoch_seconds(record: RunRecord) -> float:

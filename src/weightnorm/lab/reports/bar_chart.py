@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
 
-from weightnorm.lab.reports.document import Bars
+from weightnorm.lab.reports.document import BarChart
 from weightnorm.lab.reports.style import INK
 
 WIDTH, BAR, GROUP, LINE, FRAME = 6.4, 0.24, 0.34, 0.16, 0.8
@@ -17,8 +17,8 @@ LETTERS = 80
 """That fit on a line."""
 
 
-def bar_figure(bars: Bars) -> Figure:
-    """Bars from the top down, each group under its name; a dashed line where the base is."""
+def bar_figure(bars: BarChart) -> Figure:
+    """BarChart from the top down, each group under its name; a dashed line where the base is."""
     count = sum(len(group.bars) for group in bars.groups)
     titles = [wrap(group.name, LETTERS) for group in bars.groups]
     extra = [LINE * (len(lines) - 1) for lines in titles]
@@ -41,7 +41,7 @@ def bar_figure(bars: Bars) -> Figure:
         for bar in group.bars:
             down += 1
             names[down] = bar.name
-            axes.barh(down, bar.value, color=bar.look.colour, height=0.72)
+            axes.barh(down, bar.value, color=bar.style.color, height=0.72)
             axes.plot([bar.low, bar.high], [down, down], color=INK, linewidth=1.2)
             axes.text(bar.high + longest / 60, down, f"{bar.value:.3g}", **label)
     axes.set_yticks([*names], [*names.values()])

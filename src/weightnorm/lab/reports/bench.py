@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from statistics import median
 
-from weightnorm.lab.reports.document import Bar, Bars, Group, Section, Table, slug
-from weightnorm.lab.reports.style import LOOKS, Look
+from weightnorm.lab.reports.document import Bar, BarChart, BarGroup, Section, Table, slug
+from weightnorm.lab.reports.style import STYLES, Style
 from weightnorm.lab.runs.records import Row, RunRecord
 
 HEAD = ("work", "base", "relative to it", "goal", "measured", "", "of the machine's limit")
-OTHERS = Look("", "#7a7f87", "x")
+OTHERS = Style("", "#7a7f87", "x")
 COLOURS = (
     ("mean-only", "weight-norm-mean-only"),
     ("torch", "mean-only-batch-norm"),
@@ -23,7 +23,7 @@ COLOURS = (
     ("lab", "weight-norm"),
     ("standard", "standard"),
 )
-"""Part of a peer's name → whose colour it has; the first that fits."""
+"""Part of a peer's name → whose color it has; the first that fits."""
 
 
 def section(records: list[RunRecord]) -> Section:
@@ -98,11 +98,11 @@ def markdown(found: Row) -> str:
     return "\n".join(lines)
 
 
-def charts(found: Row) -> Iterator[Bars]:
+def charts(found: Row) -> Iterator[BarChart]:
     for row in found["rows"]:
         goals = [goal for case in row["cases"] for goal in case["goals"]]
         told = "; ".join(f"{goal['says']}: {goal['verdict']}" for goal in goals)
-        yield Bars(
+        yield BarChart(
             slug(f"bench {row['name']}"),
             row["title"],
             f"Dashed: the base. {told}." if told else "Dashed: the base.",
@@ -111,17 +111,17 @@ def charts(found: Row) -> Iterator[Bars]:
         )
 
 
-def groups(cases: Iterable[Row]) -> Iterator[Group]:
+def groups(cases: Iterable[Row]) -> Iterator[BarGroup]:
     for case in cases:
         bars = [
-            Bar(name, colour(name), *value)
+            Bar(name, color(name), *value)
             for name, value in case["ratios"].items()
             if None not in value
         ]
-        yield Group(
+        yield BarGroup(
             f"{case['case']} (base: {case['base']}, {amount(case, case['base'])})", tuple(bars)
         )
 
 
-def colour(peer: str) -> Look:
-    return next((LOOKS[kind] for word, kind in COLOURS if word in peer), OTHERS)
+def color(peer: str) -> Style:
+    return next((STYLES[kind] for word, kind in COLOURS if word in peer), OTHERS)

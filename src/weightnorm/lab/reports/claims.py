@@ -8,12 +8,12 @@ from itertools import cycle
 from typing import Any
 
 from weightnorm.lab.reports.document import Line, Plot, Section, Table, slug
-from weightnorm.lab.reports.style import LOOKS, Look
+from weightnorm.lab.reports.style import STYLES, Style
 from weightnorm.lab.runs.records import Row, RunRecord
 
 HEAD = ("claim", "section", "measured", "value", "the paper says", "n", "verdict")
 SIZES = {
-    "quick": "Embedded digits and a small dense network: a look at every claim, not the last word.",
+    "quick": "Embedded digits and a small dense network: small, to see every claim measured.",
     "full": "CIFAR-10 at half its size and ConvPool-CNN-C at an eighth of its width; the noise of "
     "batch statistics at CIFAR-10's own size, the step's time with the paper's own network.",
 }
@@ -40,7 +40,7 @@ def part(record: RunRecord) -> Section:
 
 
 def in_figures(preset: str, row: Row) -> Section:
-    """A claim's row once more, and below it what it looks like."""
+    """A claim's row once more, and below it what it styles like."""
     table = Table("", HEAD[1:], (cells(row)[1:],), numeric=False)
     plots = (plot(preset, row, shown) for shown in row["figures"])
     return Section(f"Claim {row['number']}", f"{row['statement']}.", (table, *plots))
@@ -59,8 +59,8 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def plot(preset: str, row: Row, shown: dict[str, Any]) -> Plot:
-    looks = drawn_as([series["name"] for series in shown["series"]])
-    lines = tuple(map(line, shown["series"], looks))
+    styles = drawn_as([series["name"] for series in shown["series"]])
+    lines = tuple(map(line, shown["series"], styles))
     bands = " Band: 95 % interval of the mean." if any(one.low for one in lines) else ""
     return Plot(
         slug(f"claim {preset} {row['number']} {shown['title']}"),
@@ -74,19 +74,19 @@ def plot(preset: str, row: Row, shown: dict[str, Any]) -> Plot:
     )
 
 
-def drawn_as(names: list[str]) -> list[Look]:
-    """A parameterization looks as everywhere, whatever stands behind a comma; what else there is
-    looks like a parameterization that is not in the figure."""
+def drawn_as(names: list[str]) -> list[Style]:
+    """A parameterization styles as everywhere, whatever stands behind a comma; what else there is
+    styles like a parameterization that is not in the figure."""
     kinds = [name.partition(",")[0] for name in names]
-    free = cycle([look for kind, look in LOOKS.items() if kind not in kinds] or LOOKS.values())
-    looks = []
+    free = cycle([style for kind, style in STYLES.items() if kind not in kinds] or STYLES.values())
+    styles = []
     for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
-        first = kind in LOOKS and kind not in kinds[:index]
-        words = name.replace(kind, LOOKS[kind].name) if kind in LOOKS else name
-        looks.append(replace(LOOKS[kind] if first else next(free), name=words))
-    return looks
+        first = kind in STYLES and kind not in kinds[:index]
+        words = name.replace(kind, STYLES[kind].name) if kind in STYLES else name
+        styles.append(replace(STYLES[kind] if first else next(free), name=words))
+    return styles
 
 
-def line(series: dict[str, Any], look: Look) -> Line:
+def line(series: dict[str, Any], style: Style) -> Line:
     x, y, low, high = (tuple(series[key]) for key in ("x", "y", "low", "high"))
-    return Line(look.name, look, x, y, low=low, high=high)
+    return Line(style.name, style, x, y, low=low, high=high)

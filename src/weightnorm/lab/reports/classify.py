@@ -4,11 +4,11 @@ on speed and on the length of v."""
 from __future__ import annotations
 
 from weightnorm.lab.reports.aggregate import final, stat
-from weightnorm.lab.reports.comparison import Comparison, comparisons, finished
-from weightnorm.lab.reports.curves import best_lines, rate_lines, reading
+from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Plot, Section, Table, slug
-from weightnorm.lab.reports.provenance import config_values, departures, settings
-from weightnorm.lab.reports.style import LOOKS, look, ordered
+from weightnorm.lab.reports.provenance import config_values, deviations, settings
+from weightnorm.lab.reports.run_grid import RunGrid, finished, run_grids
+from weightnorm.lab.reports.style import STYLES, ordered, style_of
 from weightnorm.lab.reports.tables import times, unfinished
 from weightnorm.lab.runs.records import RunRecord
 
@@ -38,17 +38,17 @@ def section(records: list[RunRecord]) -> Section:
         "Classification with five parameterizations",
         "ConvPool-CNN-C trained in five parameterizations (section 5.1 of the paper), each at the "
         "learning rate with the lowest mean training error at the end.",
-        tuple(map(part, comparisons(records, metric="train_error"))),
+        tuple(map(part, run_grids(records, metric="train_error"))),
     )
 
 
-def part(runs: Comparison) -> Section:
+def part(runs: RunGrid) -> Section:
     """Everything about the runs of one preset."""
 
     def curves(metric: str, title: str, y: str, percent: bool = False) -> Plot:
         drawn = best_lines(runs, metric, scale=100 if percent else 1)
         name = slug(f"classify {runs.label} {metric}")
-        return Plot(name, title, reading(drawn), "epoch", y, drawn, from_zero=percent)
+        return Plot(name, title, line_caption(drawn), "epoch", y, drawn, from_zero=percent)
 
     content = [
         curves("train_error", "Training error (the paper's figure 1)", "training error, %", True),
@@ -67,13 +67,13 @@ def part(runs: Comparison) -> Section:
     return Section(f"classify: {runs.label}", intro, tuple(shown))
 
 
-def errors(runs: Comparison) -> Table:
+def errors(runs: RunGrid) -> Table:
     """Errors at the end, beside the paper's and the published ones where these are comparable."""
     cifar10 = _cifar10(runs)
     rows: list[tuple[str, ...]] = []
-    for kind in ordered({*runs.best, *(LOOKS if cifar10 else ())}):
+    for kind in ordered({*runs.best, *(STYLES if cifar10 else ())}):
         test, train, n, *how = _ends(*runs.best[kind]) if kind in runs.best else NO_RUNS
-        rows.append((look(kind).name, test, n, PAPER_ERROR.get(kind, "—"), train, *how))
+        rows.append((style_of(kind).name, test, n, PAPER_ERROR.get(kind, "—"), train, *how))
     for name, error in PUBLISHED_ERROR.items() if cifar10 else ():
         rows.append((f"{name} (published)", "—", "—", error, "—", "—", "—"))
     head: tuple[str, ...]
@@ -82,12 +82,12 @@ def errors(runs: Comparison) -> Table:
     if not cifar10:
         notes.append("The paper's and the published errors are of CIFAR-10, so not shown here.")
         head, *rows = [(*row[:3], *row[4:]) for row in (head, *rows)]
-    elif other := departures(runs.records, PAPER_SIZE):
+    elif other := deviations(runs.records, PAPER_SIZE):
         notes.append(f"The paper's runs: width 1, 200 epochs, all training data. These: {other}.")
     return Table("Errors", head, tuple(rows), tuple(notes))
 
 
-def learning_rates(runs: Comparison) -> list[Plot | Table]:
+def learning_rates(runs: RunGrid) -> list[Plot | Table]:
     """What the learning rate does to the end of training, if more than one was tried."""
     if not any(len(rates) > 1 for rates in runs.grid.values()):
         return []
@@ -100,10 +100,19 @@ def learning_rates(runs: Comparison) -> list[Plot | Table]:
         drawn = rate_lines(runs, metric, scale)
         name = slug(f"classify {runs.label} rate {metric}")
         plots.append(
-            Plot(name, title, reading(drawn), "learning rate", y, drawn, log_x=True, from_zero=True)
+            Plot(
+                name,
+                title,
+                line_caption(drawn),
+                "learning rate",
+                y,
+                drawn,
+                log_x=True,
+                from_zero=True,
+            )
         )
     rows = tuple(
-        (look(kind).name, f"{rate:g}", *_ends(rate, records)[:3])
+        (style_of(kind).name, f"{rate:g}", *_ends(rate, records)[:3])
         for kind, rates in runs.grid.items()
         for rate, records in rates.items()
     )
@@ -118,5 +127,5 @@ def _ends(rate: float, records: list[RunRecord]) -> tuple[str, str, str, str, st
     return test.text(100), train.text(100), str(len(done)), f"{rate:g}", epochs
 
 
-def _cifar10(runs: Comparison) -> bool:
+def _cifar10(runs: RunGrid) -> bool:
     return set(config_values(runs.records, "data")) == {"cifar10"}

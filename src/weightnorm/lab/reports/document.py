@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weightnorm.lab.reports.style import Look
+from weightnorm.lab.reports.style import Style
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Line:
     """A line of a plot: y over x, with a band around it: ± spread, or from low to high."""
 
     name: str
-    look: Look
+    style: Style
     x: tuple[float, ...]
     y: tuple[float, ...]
     spread: tuple[float, ...] = ()
@@ -64,7 +64,7 @@ class Picture:
     title: str
     caption: str
     frames: NDArray[np.uint8]
-    """(frames, height, width) in grey, or (frames, height, width, 3) in colour."""
+    """(frames, height, width) in grey, or (frames, height, width, 3) in color."""
     seconds: float = 0.1
     """For each frame."""
 
@@ -78,22 +78,22 @@ class Bar:
     """A value and its interval."""
 
     name: str
-    look: Look
+    style: Style
     value: float
     low: float
     high: float
 
 
 @dataclass(frozen=True)
-class Group:
-    """Bars that belong together."""
+class BarGroup:
+    """BarChart that belong together."""
 
     name: str
     bars: tuple[Bar, ...]
 
 
 @dataclass(frozen=True)
-class Bars:
+class BarChart:
     """A bar chart of ratios; what they are ratios to is at 1."""
 
     name: str
@@ -101,7 +101,7 @@ class Bars:
     title: str
     caption: str
     x: str
-    groups: tuple[Group, ...]
+    groups: tuple[BarGroup, ...]
 
     @property
     def alt(self) -> str:
@@ -112,7 +112,7 @@ class Bars:
         return f"{self.title}: {self.x}. {'; '.join(texts)}."
 
 
-Shown = Plot | Bars | Picture
+FigureSpec = Plot | BarChart | Picture
 """Whatever becomes a file."""
 
 
@@ -134,14 +134,14 @@ class Section:
 
     title: str
     intro: str
-    content: tuple[Shown | Table | Section, ...] = ()
+    content: tuple[FigureSpec | Table | Section, ...] = ()
 
     @property
-    def figures(self) -> tuple[Shown, ...]:
+    def figures(self) -> tuple[FigureSpec, ...]:
         """Every figure, at any depth, in order."""
-        found: list[Shown] = []
+        found: list[FigureSpec] = []
         for item in self.content:
-            if isinstance(item, Shown):
+            if isinstance(item, FigureSpec):
                 found.append(item)
             elif isinstance(item, Section):
                 found.extend(item.figures)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weightnorm.lab.reports.aggregate import final, number, series, stat
-from weightnorm.lab.reports.comparison import Comparison, comparisons, finished
-from weightnorm.lab.reports.curves import best_lines, rate_lines, reading
+from weightnorm.lab.reports.aggregate import final, finite_or_nan, series, stat
+from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Picture, Plot, Section, Table, slug
-from weightnorm.lab.reports.pictures import grid, kept
-from weightnorm.lab.reports.provenance import config_values, departures, settings
-from weightnorm.lab.reports.style import look
+from weightnorm.lab.reports.pictures import image_grid, load_arrays
+from weightnorm.lab.reports.provenance import config_values, deviations, settings
+from weightnorm.lab.reports.run_grid import RunGrid, finished, run_grids
+from weightnorm.lab.reports.style import style_of
 from weightnorm.lab.reports.tables import times, unfinished
 from weightnorm.lab.runs.records import RunRecord
 
@@ -45,23 +45,23 @@ def section(records: list[RunRecord]) -> Section:
         "DRAW on binarized MNIST, standard and with every weight vector normalized (section 5.3 of "
         "the paper). The bound is the ELBO, a lower bound on the log-likelihood, in nats: higher "
         "is better.",
-        tuple(map(part, comparisons(records, metric="train_negative_elbo"))),
+        tuple(map(part, run_grids(records, metric="train_negative_elbo"))),
     )
 
 
-def part(runs: Comparison) -> Section:
+def part(runs: RunGrid) -> Section:
     """Everything about the runs of one preset."""
 
     def curves(metric: str, title: str) -> Plot:
         drawn = best_lines(runs, metric, scale=-1)
         name = slug(f"draw {runs.label} {metric}")
-        return Plot(name, title, reading(drawn), "epoch", "bound, nats", drawn)
+        return Plot(name, title, line_caption(drawn), "epoch", "bound, nats", drawn)
 
     content: list[Plot | Picture | Table] = [
         curves(METRIC, "Bound on the test set (the paper's figure 3)"),
         curves("train_negative_elbo", "Bound on the training set"),
         bounds(runs),
-        *sooner(runs),
+        *epochs_to_same_bound(runs),
         *unfinished(runs),
         *pictures(runs),
         *learning_rates(runs),
@@ -77,7 +77,7 @@ def part(runs: Comparison) -> Section:
 # — numbers —
 
 
-def bounds(runs: Comparison) -> Table:
+def bounds(runs: RunGrid) -> Table:
     """Bounds at the end, beside the published one where it is comparable."""
     rows: list[tuple[str, ...]] = []
     for kind, (rate, records) in runs.best.items():
@@ -88,28 +88,28 @@ def bounds(runs: Comparison) -> Table:
         )
         epochs = " or ".join(sorted(config_values(records, "epochs")))
         words = (test.text(), str(len(done)), "—", train.text(), kl.text(), f"{rate:g}", epochs)
-        rows.append((look(kind).name, *words))
+        rows.append((style_of(kind).name, *words))
     head = ("parameterization", "test bound", "n", "published", "training bound", "KL, test")
     notes = ["Nats; mean ± standard deviation over n finished runs, at the last epoch."]
     if _mnist(runs):
         rows.append(PUBLISHED)
         notes.append(CITED)
-        if other := departures(runs.records, USUAL):
+        if other := deviations(runs.records, USUAL):
             notes.append(f"Usual: 64 steps, 256 units, 100 epochs, all data. These: {other}.")
     return Table("Bounds", (*head, "lr", "epochs"), tuple(rows), tuple(notes))
 
 
-def sooner(runs: Comparison) -> list[Table]:
+def epochs_to_same_bound(runs: RunGrid) -> list[Table]:
     """When each parameterization reaches the bound that the other ends with."""
     done = {kind: finished(records) for kind, (_, records) in runs.best.items()}
     rows = []
     for kind, other in permutations([kind for kind in done if done[kind]], 2):
         end = stat(final(record, METRIC) for record in done[other])
         there = stat(reached(record, end.mean) for record in done[kind])
-        theirs = stat(number(record.config.get("epochs")) for record in done[other])
+        theirs = stat(finite_or_nan(record.config.get("epochs")) for record in done[other])
         saved = f"{theirs.mean - there.mean:.1f}" if there.complete and theirs.complete else "—"
         bound = stat([-end.mean]).text()
-        row = (look(kind).name, f"{look(other).name}'s last, {bound}", there.text(digits=1))
+        row = (style_of(kind).name, f"{style_of(other).name}'s last, {bound}", there.text(digits=1))
         rows.append((*row, saved, str(there.runs)))
     head = ("parameterization", "bound to reach", "epochs to reach it", "epochs sooner", "n")
     notes = ("Mean ± standard deviation over n finished runs. —: not by all of them.",)
@@ -122,24 +122,24 @@ def reached(record: RunRecord, target: float) -> float:
     return min(good, default=math.nan)
 
 
-def learning_rates(runs: Comparison) -> list[Plot]:
+def learning_rates(runs: RunGrid) -> list[Plot]:
     """What the learning rate does to the end of training, if more than one was tried."""
     if not any(len(rates) > 1 for rates in runs.grid.values()):
         return []
     drawn = rate_lines(runs, METRIC, scale=-1)
     name, title = slug(f"draw {runs.label} rate"), "Test bound by learning rate"
     x, y = "learning rate", "final bound, nats"
-    return [Plot(name, title, reading(drawn), x, y, drawn, log_x=True)]
+    return [Plot(name, title, line_caption(drawn), x, y, drawn, log_x=True)]
 
 
-def _mnist(runs: Comparison) -> bool:
+def _mnist(runs: RunGrid) -> bool:
     return set(config_values(runs.records, "data")) == {"binarized-mnist"}
 
 
 # — pictures —
 
 
-class Album(NamedTuple):
+class Snapshot(NamedTuple):
     """What a run kept of an epoch."""
 
     epoch: int
@@ -148,56 +148,56 @@ class Album(NamedTuple):
     boxes: NDArray[np.float32]  # (T, n, 3): centre y, x and side
 
 
-def pictures(runs: Comparison) -> list[Picture]:
+def pictures(runs: RunGrid) -> list[Picture]:
     """Samples and drawings of one run of each parameterization, at its half and at its end."""
     made = []
     for kind, (_, records) in runs.best.items():
         for record in sorted(records, key=lambda record: not record.finished):
-            if albums := albums_of(record):
-                of = f"{look(kind).name}, seed {record.config.get('seed', '?')}"
+            if kept := snapshots(record):
+                of = f"{style_of(kind).name}, seed {record.config.get('seed', '?')}"
                 name = slug(f"draw {runs.label} {kind}")
-                made += [samples(album, name, of) for album in albums]
-                made += drawings(albums[-1], name, of)
+                made += [samples(snapshot, name, of) for snapshot in kept]
+                made += drawings(kept[-1], name, of)
                 break
     return made
 
 
-def albums_of(record: RunRecord) -> list[Album]:
+def snapshots(record: RunRecord) -> list[Snapshot]:
     """Those that are there and whole."""
-    last = number(record.config.get("epochs"))
+    last = finite_or_nan(record.config.get("epochs"))
     found = []
     for epoch in [] if math.isnan(last) else sorted({int(last) // 2, int(last)}):
-        arrays = kept(record, f"epoch-{epoch}")
+        arrays = load_arrays(record, f"epoch-{epoch}")
         if {"samples", "drawings", "boxes"} <= set(arrays):
             images, steps = (arrays[name].astype(np.uint8) for name in ("samples", "drawings"))
             boxes = np.nan_to_num(arrays["boxes"].astype(np.float32))
             fit = images.ndim == 3 and steps.ndim == 4 and boxes.shape == (*steps.shape[:2], 3)
             if fit and images.size and steps.size:
-                found.append(Album(epoch, images, steps, boxes))
+                found.append(Snapshot(epoch, images, steps, boxes))
     return found
 
 
-def samples(album: Album, name: str, of: str) -> Picture:
+def samples(snapshot: Snapshot, name: str, of: str) -> Picture:
     """What the model draws, at its last step."""
     return Picture(
-        f"{name}-samples-{album.epoch}",
-        f"Samples after {album.epoch} epochs: {of}",
+        f"{name}-samples-{snapshot.epoch}",
+        f"Samples after {snapshot.epoch} epochs: {of}",
         "Probabilities of the pixels; the same noise for every parameterization and epoch.",
-        grid(album.samples, COLUMNS, background=64)[None],
+        image_grid(snapshot.samples, COLUMNS, background=64)[None],
     )
 
 
-def drawings(album: Album, name: str, of: str) -> list[Picture]:
+def drawings(snapshot: Snapshot, name: str, of: str) -> list[Picture]:
     """The canvas as it grows, and the square that each step writes to: side by side, and moving."""
     steps = np.stack(
         [
-            np.stack([squared(canvas, box) for canvas, box in zip(canvases, boxes, strict=True)])
-            for canvases, boxes in zip(album.drawings, album.boxes, strict=True)
+            np.stack([with_box(canvas, box) for canvas, box in zip(canvases, boxes, strict=True)])
+            for canvases, boxes in zip(snapshot.drawings, snapshot.boxes, strict=True)
         ]
     )  # (T, n, height, width, 3)
     chosen = _spread(len(steps), COLUMNS)
-    still = grid(steps[chosen].swapaxes(0, 1).reshape(-1, *steps.shape[2:]), len(chosen))
-    frames = [grid(step, -(-len(step) // 2)) for step in steps[_spread(len(steps), FRAMES)]]
+    still = image_grid(steps[chosen].swapaxes(0, 1).reshape(-1, *steps.shape[2:]), len(chosen))
+    frames = [image_grid(step, -(-len(step) // 2)) for step in steps[_spread(len(steps), FRAMES)]]
     moving = np.stack(frames + frames[-1:] * LAST)
     at = ", ".join(str(step + 1) for step in chosen)
     square = "The square is what the step's filters span."
@@ -212,8 +212,8 @@ def drawings(album: Album, name: str, of: str) -> list[Picture]:
     ]
 
 
-def squared(canvas: Pixels, box: NDArray[np.float32]) -> Pixels:
-    """A canvas, enlarged and in colour, with a thin square: what is of `box` within it."""
+def with_box(canvas: Pixels, box: NDArray[np.float32]) -> Pixels:
+    """A canvas, enlarged and in color, with a thin square: what is of `box` within it."""
     image = np.repeat(canvas.repeat(ZOOM, 0).repeat(ZOOM, 1)[..., None], 3, 2)
     y, x, side = box.tolist()
     edges = [

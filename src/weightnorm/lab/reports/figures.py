@@ -23,7 +23,7 @@ from matplotlib.ticker import (
 from PIL import Image
 
 from weightnorm.lab.reports.bar_chart import bar_figure
-from weightnorm.lab.reports.document import Bars, Line, Picture, Plot, Shown
+from weightnorm.lab.reports.document import BarChart, FigureSpec, Line, Picture, Plot
 from weightnorm.lab.reports.style import INK
 
 PAPER = "#ffffff"
@@ -58,7 +58,7 @@ STYLE = {
 
 
 @dataclass(frozen=True)
-class Drawing:
+class RenderedFigure:
     """A figure as files, and the name they go by."""
 
     name: str
@@ -66,24 +66,24 @@ class Drawing:
     """Ending → content; the page shows the first."""
 
 
-def draw(figures: Iterable[Shown]) -> dict[Shown, Drawing]:
+def render_figures(figures: Iterable[FigureSpec]) -> dict[FigureSpec, RenderedFigure]:
     """A drawing of each figure, no two of one name."""
-    drawings: dict[Shown, Drawing] = {}
+    drawings: dict[FigureSpec, RenderedFigure] = {}
     names: set[str] = set()
     for item in figures:
         choices = (f"{item.name}-{i}" if i > 1 else item.name for i in range(1, len(names) + 2))
         name = next(choice for choice in choices if choice not in names)
         names.add(name)
         files = picture_files(item) if isinstance(item, Picture) else plot_files(item, name)
-        drawings[item] = Drawing(name, files)
+        drawings[item] = RenderedFigure(name, files)
     return drawings
 
 
-def plot_files(plot: Plot | Bars, name: str) -> dict[str, bytes]:
+def plot_files(plot: Plot | BarChart, name: str) -> dict[str, bytes]:
     """A plot as SVG and PNG, in the house's style whatever the user's is; ids in the SVG follow
     from the name."""
     with matplotlib.style.context(["default", {**STYLE, "svg.hashsalt": name}]):
-        drawing = bar_figure(plot) if isinstance(plot, Bars) else figure(plot)
+        drawing = bar_figure(plot) if isinstance(plot, BarChart) else plot_figure(plot)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         return {
             "svg": _saved(drawing, "svg", nothing),
@@ -106,7 +106,7 @@ def picture_files(picture: Picture) -> dict[str, bytes]:
     return {kind: buffer.getvalue()}
 
 
-def figure(plot: Plot) -> Figure:
+def plot_figure(plot: Plot) -> Figure:
     """The plot; its legend stands below, where no curve is."""
     names = [textwrap.fill(line.name, LEGEND_WIDTH) for line in plot.lines]
     height = HEIGHT + LEGEND_ROW * sum(name.count("\n") + 1 for name in names)
@@ -124,14 +124,14 @@ def _draw_line(axes: Axes, line: Line) -> Line2D:
         low = tuple(y - spread for y, spread in zip(line.y, line.spread, strict=True))
         high = tuple(y + spread for y, spread in zip(line.y, line.spread, strict=True))
     if low:
-        axes.fill_between(line.x, low, high, color=line.look.colour, alpha=0.18, linewidth=0)
+        axes.fill_between(line.x, low, high, color=line.style.color, alpha=0.18, linewidth=0)
     return axes.plot(
         line.x,
         line.y,
-        color=line.look.colour,
+        color=line.style.color,
         linestyle="--" if line.unfinished else "-",
         linewidth=1.8,
-        marker=line.look.marker,
+        marker=line.style.marker,
         markersize=4.5,
         markevery=max(1, len(line.x) // MARKERS),
     )[0]

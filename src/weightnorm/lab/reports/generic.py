@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from weightnorm.lab.reports.aggregate import final, number, stat
-from weightnorm.lab.reports.comparison import finished, grouped, label
-from weightnorm.lab.reports.curves import lines, reading
+from weightnorm.lab.reports.aggregate import final, finite_or_nan, stat
+from weightnorm.lab.reports.curves import line_caption, lines
 from weightnorm.lab.reports.document import Plot, Section, Table, slug
 from weightnorm.lab.reports.provenance import settings
-from weightnorm.lab.reports.style import LOOKS, Look, look
+from weightnorm.lab.reports.run_grid import finished, grouped, label
+from weightnorm.lab.reports.style import STYLES, Style, style_of
 from weightnorm.lab.runs.records import Row, RunRecord
 
 Groups = dict[str, list[RunRecord]]
@@ -37,11 +37,11 @@ def plot(experiment: str, preset: str, metric: str, groups: Groups) -> Plot:
     words = metric.replace("_", " ")
     drawn = tuple(
         line
-        for name, one in zip(groups, looks(groups), strict=True)
+        for name, one in zip(groups, group_styles(groups), strict=True)
         for line in lines(groups[name], metric, one, name)
     )
     file = slug(f"{experiment} {preset} {metric}")
-    return Plot(file, words.capitalize(), reading(drawn), "epoch", words, drawn)
+    return Plot(file, words.capitalize(), line_caption(drawn), "epoch", words, drawn)
 
 
 def results(groups: Groups) -> Table:
@@ -52,7 +52,7 @@ def results(groups: Groups) -> Table:
         for records in done.values()
         for record in records
         for key, value in (record.result or {}).items()
-        if number(value) == number(value)
+        if finite_or_nan(value) == finite_or_nan(value)
     )
     rows = tuple(
         (
@@ -80,12 +80,12 @@ def named_groups(records: list[RunRecord]) -> Groups:
     }
 
 
-def looks(groups: Groups) -> list[Look]:
+def group_styles(groups: Groups) -> list[Style]:
     """Each parameterization's own where it tells the groups apart, else one after the other."""
     kinds = [str(group[0].config.get("parameterization")) for group in groups.values()]
-    if len(set(kinds)) == len(kinds) and set(kinds) <= set(LOOKS):
-        return [look(kind) for kind in kinds]
-    return [look(name, index) for index, name in enumerate(groups)]
+    if len(set(kinds)) == len(kinds) and set(kinds) <= set(STYLES):
+        return [style_of(kind) for kind in kinds]
+    return [style_of(name, index) for index, name in enumerate(groups)]
 
 
 def _but_seed(record: RunRecord) -> Row:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from weightnorm.lab.reports.document import Section, Shown
-from weightnorm.lab.reports.figures import PAPER, Drawing
+from weightnorm.lab.reports.document import FigureSpec, Section
+from weightnorm.lab.reports.figures import PAPER, RenderedFigure
 from weightnorm.lab.reports.style import INK
 from weightnorm.lab.runs.records import RunRecord
 
@@ -27,7 +27,7 @@ TEMPLATES = Environment(
 
 def render(
     sections: list[Section],
-    drawings: Mapping[Shown, Drawing],
+    drawings: Mapping[FigureSpec, RenderedFigure],
     records: list[RunRecord],
     problems: list[str],
 ) -> str:
@@ -41,7 +41,7 @@ def render(
     )
 
 
-def inline(drawing: Drawing, alt: str) -> str:
+def inline(drawing: RenderedFigure, alt: str) -> str:
     """A drawing as an element of the page."""
     kind, content = next(iter(drawing.files.items()))
     if kind == "svg":
@@ -52,7 +52,7 @@ def inline(drawing: Drawing, alt: str) -> str:
 
 def inline_svg(name: str, text: str, alt: str) -> str:
     """An SVG file as an element: its ids unlike any other figure's, its ink the page's own, so
-    that it turns with the colour scheme."""
+    that it turns with the color scheme."""
     view = re.search(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', text)
     if view is None:
         raise ValueError(f"figure {name} is not an SVG with a viewBox")

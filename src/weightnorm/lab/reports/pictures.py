@@ -13,7 +13,7 @@ GAP = 1
 """Pixels between the images of a grid."""
 
 
-def kept(record: RunRecord, name: str) -> dict[str, NDArray[np.generic]]:
+def load_arrays(record: RunRecord, name: str) -> dict[str, NDArray[np.generic]]:
     """The arrays of ``name.npz`` beside a record; none if it is not there or damaged."""
     try:
         with (
@@ -25,15 +25,15 @@ def kept(record: RunRecord, name: str) -> dict[str, NDArray[np.generic]]:
         return {}
 
 
-def grid(images: NDArray[np.uint8], columns: int, background: int = 128) -> NDArray[np.uint8]:
+def image_grid(images: NDArray[np.uint8], columns: int, background: int = 128) -> NDArray[np.uint8]:
     """Images (n, height, width) or (n, height, width, 3) side by side in rows, as one.
 
-    >>> grid(np.zeros((3, 2, 2), np.uint8), columns=2).shape
+    >>> image_grid(np.zeros((3, 2, 2), np.uint8), columns=2).shape
     (5, 5)
     """
-    n, height, width, *colour = images.shape
+    n, height, width, *color = images.shape
     rows = -(-n // columns)
-    shape = (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, *colour)
+    shape = (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, *color)
     sheet = np.full(shape, background, np.uint8)
     for index, image in enumerate(images):
         row, column = divmod(index, columns)

@@ -22,7 +22,7 @@ def settings(records: list[RunRecord]) -> Table:
     rows = [(_words(field), _shown(config_values(records, field))) for field in fields]
     rows += [(field, _shown(session_values(records, field))) for field in MACHINE + VERSIONS]
     differing = [field for field in fields if field not in VARIED and _differ(records, field)]
-    differing += unlike(records, MACHINE + VERSIONS)
+    differing += differing_fields(records, MACHINE + VERSIONS)
     notes = [f"The runs differ in: {', '.join(map(_words, differing))}."] if differing else []
     if any("+" in commit for commit in session_values(records, "commit")):
         notes.append("+ after a commit: the code had changes that were not committed.")
@@ -30,7 +30,7 @@ def settings(records: list[RunRecord]) -> Table:
     return Table("Settings and machine", head, tuple(rows), tuple(notes), numeric=False)
 
 
-def unlike(records: list[RunRecord], fields: Iterable[str]) -> list[str]:
+def differing_fields(records: list[RunRecord], fields: Iterable[str]) -> list[str]:
     """The fields of the environment that are not the same in all sessions of all runs."""
     return [field for field in fields if len(session_values(records, field)) > 1]
 
@@ -40,7 +40,7 @@ def config_values(records: list[RunRecord], field: str) -> Counter[str]:
     return Counter(_text(record.config.get(field, "not recorded")) for record in records)
 
 
-def departures(records: list[RunRecord], usual: Mapping[str, str]) -> str:
+def deviations(records: list[RunRecord], usual: Mapping[str, str]) -> str:
     """The fields whose values are not the usual ones, with their values; empty if all are."""
     values = {field: config_values(records, field) for field in usual}
     return ", ".join(

@@ -10,10 +10,10 @@ from pathlib import Path
 from weightnorm.lab.errors import ReportError
 from weightnorm.lab.reports import bench, claims, classify, dqn, generic, vae
 from weightnorm.lab.reports import draw as draw_
-from weightnorm.lab.reports.comparison import grouped
 from weightnorm.lab.reports.document import Section
-from weightnorm.lab.reports.figures import draw
+from weightnorm.lab.reports.figures import render_figures
 from weightnorm.lab.reports.page import render
+from weightnorm.lab.reports.run_grid import grouped
 from weightnorm.lab.runs.records import RunRecord, find_records, write_atomically
 
 SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {
@@ -46,7 +46,7 @@ def report(root: Path, out: Path) -> ReportFiles:
         SECTIONS.get(experiment, generic.section)(runs)
         for experiment, runs in sorted(grouped(records, lambda r: r.experiment).items())
     ]
-    drawings = draw(item for section in sections for item in section.figures)
+    drawings = render_figures(item for section in sections for item in section.figures)
     files = {
         f"figures/{drawing.name}.{kind}": content
         for drawing in drawings.values()

@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightnorm.lab.reports.aggregate import final, stat
-from weightnorm.lab.reports.comparison import Comparison, comparisons, finished, grouped
-from weightnorm.lab.reports.curves import best_lines, rate_lines, reading
+from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Picture, Plot, Section, Table, slug
-from weightnorm.lab.reports.pictures import grid, kept
-from weightnorm.lab.reports.provenance import config_values, departures, settings
-from weightnorm.lab.reports.style import look
+from weightnorm.lab.reports.pictures import image_grid, load_arrays
+from weightnorm.lab.reports.provenance import config_values, deviations, settings
+from weightnorm.lab.reports.run_grid import RunGrid, finished, grouped, run_grids
+from weightnorm.lab.reports.style import style_of
 from weightnorm.lab.reports.tables import times, unfinished
 from weightnorm.lab.runs.records import RunRecord
 
@@ -39,7 +39,7 @@ def section(records: list[RunRecord]) -> Section:
     parts = [
         part(data, runs)
         for data, group in sorted(grouped(records, _data).items())
-        for runs in comparisons(group, metric="train_negative_elbo")
+        for runs in run_grids(group, metric="train_negative_elbo")
     ]
     return Section(
         "Convolutional VAE with inverse autoregressive flow",
@@ -49,14 +49,14 @@ def section(records: list[RunRecord]) -> Section:
     )
 
 
-def part(data: str, runs: Comparison) -> Section:
+def part(data: str, runs: RunGrid) -> Section:
     """Everything about the runs of one data set and preset."""
     title = f"vae: {DATA.get(data, data)}, {runs.label}"
     name = slug(f"vae {data} {runs.label}")
 
     def curves(metric: str, title: str, y: str, scale: float = 1) -> Plot:
         drawn = best_lines(runs, metric, scale)
-        return Plot(f"{name}-{slug(metric)}", title, reading(drawn), "epoch", y, drawn)
+        return Plot(f"{name}-{slug(metric)}", title, line_caption(drawn), "epoch", y, drawn)
 
     content: list[Plot | Picture | Table] = [
         curves("test_negative_elbo", "Bound (the paper's figure 2)", "bound on log p(x), nats", -1),
@@ -75,7 +75,7 @@ def part(data: str, runs: Comparison) -> Section:
     return Section(title, intro, tuple(shown))
 
 
-def bounds(data: str, runs: Comparison) -> Table:
+def bounds(data: str, runs: RunGrid) -> Table:
     """What the runs ended with, and how far the seeds lie apart, beside what is published."""
     results = {
         "bound, nats": ("test_negative_elbo", -1),
@@ -90,7 +90,7 @@ def bounds(data: str, runs: Comparison) -> Table:
         done = finished(records)
         cells = [stat(sign * final(r, key) for r in done).text() for key, sign in results.values()]
         epochs = " or ".join(sorted(config_values(records, "epochs")))
-        rows.append((look(kind).name, *cells, str(len(done)), f"{rate:g}", epochs))
+        rows.append((style_of(kind).name, *cells, str(len(done)), f"{rate:g}", epochs))
     place = [*results].index("bits/dim" if data == "cifar10" else "bound, nats")
     for name, value in PUBLISHED.get(data, ()):
         cells = ["—"] * len(results)
@@ -102,13 +102,13 @@ def bounds(data: str, runs: Comparison) -> Table:
         f"log p(x) is estimated with {_either(runs, 'importance_samples')} importance samples on "
         f"{_examples(runs)}, and its bound is from the same draws.",
     ]
-    if data in PUBLISHED and (other := departures(runs.records, PAPER_SIZE)):
+    if data in PUBLISHED and (other := deviations(runs.records, PAPER_SIZE)):
         notes.append(f"The full size: width 1, depth 2, 32 latents, all data. These: {other}.")
     head = ("parameterization", *results, "n", "lr", "epochs")
     return Table("Bounds", head, tuple(rows), tuple(notes))
 
 
-def divergences(runs: Comparison) -> Table:
+def divergences(runs: RunGrid) -> Table:
     """KL of each stochastic layer at the end."""
     keys = sorted(
         {key for r in runs.records for row in r.metrics for key in row if _is_layer(key)},
@@ -118,38 +118,38 @@ def divergences(runs: Comparison) -> Table:
     for kind, (_, records) in runs.best.items():
         done = finished(records)
         cells = (stat(final(r, key) for r in done).text() for key in keys)
-        rows.append((look(kind).name, *cells, str(len(done))))
+        rows.append((style_of(kind).name, *cells, str(len(done))))
     head = ("parameterization", *(f"layer {key.rpartition('_')[2]}" for key in keys), "n")
     notes = ("Nats on the test set, at the last epoch. Layer 1 is the top, drawn first.",)
     return Table("KL of each stochastic layer", head, tuple(rows), notes)
 
 
-def learning_rates(name: str, runs: Comparison) -> list[Plot]:
+def learning_rates(name: str, runs: RunGrid) -> list[Plot]:
     """The bound against the learning rate, if more than one was tried."""
     if not any(len(rates) > 1 for rates in runs.grid.values()):
         return []
     drawn = rate_lines(runs, "test_negative_elbo", -1)
     title, y = "Bound by learning rate", "final bound, nats"
-    return [Plot(f"{name}-rate", title, reading(drawn), "learning rate", y, drawn, log_x=True)]
+    return [Plot(f"{name}-rate", title, line_caption(drawn), "learning rate", y, drawn, log_x=True)]
 
 
-def pictures(name: str, runs: Comparison) -> list[Picture]:
+def pictures(name: str, runs: RunGrid) -> list[Picture]:
     """Samples and reconstructions of the first finished run of each parameterization."""
     drawn = []
     for kind, (_, records) in runs.best.items():
         for record in finished(records)[:1]:
             images = _images(record)
-            whose = f"{look(kind).name}, seed {record.config.get('seed', '?')}"
+            whose = f"{style_of(kind).name}, seed {record.config.get('seed', '?')}"
             if "samples" in images:
                 caption = "The mean of p(x|z) for z drawn from the prior, with averaged parameters."
-                sheet = grid(images["samples"], COLUMNS)
+                sheet = image_grid(images["samples"], COLUMNS)
                 file = slug(f"{name} samples {kind}")
                 drawn.append(Picture(file, f"Samples: {whose}", caption, sheet[None]))
             if {"originals", "reconstructions"} <= set(images):
                 pairs = _alternating(images["originals"], images["reconstructions"])
                 caption = "Test images, and below each what comes back through z."
                 file = slug(f"{name} reconstructions {kind}")
-                sheet = grid(pairs, COLUMNS)
+                sheet = image_grid(pairs, COLUMNS)
                 drawn.append(Picture(file, f"Reconstructions: {whose}", caption, sheet[None]))
     return drawn
 
@@ -168,7 +168,7 @@ def _images(record: RunRecord) -> dict[str, NDArray[np.uint8]]:
     """What a run kept, as far as a grid can hold it."""
     return {
         key: x.astype(np.uint8)
-        for key, x in kept(record, "pictures").items()
+        for key, x in load_arrays(record, "pictures").items()
         if x.dtype == np.uint8 and x.ndim >= 3 and x.shape[3:] in ((), (3,)) and len(x) >= COLUMNS
     }
 
@@ -182,10 +182,10 @@ def _data(record: RunRecord) -> str:
     return str(record.config.get("data", "unknown data"))
 
 
-def _either(runs: Comparison, field: str) -> str:
+def _either(runs: RunGrid, field: str) -> str:
     return " or ".join(sorted(config_values(runs.records, field)))
 
 
-def _examples(runs: Comparison) -> str:
+def _examples(runs: RunGrid) -> str:
     count = _either(runs, "importance_examples")
     return "the test set" if count == "none" else f"the first {count} test examples"

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import TypeVar
 
-from weightnorm.lab.reports.aggregate import best_rate, number
+from weightnorm.lab.reports.aggregate import best_rate, finite_or_nan
 from weightnorm.lab.reports.style import ordered
 from weightnorm.lab.runs.records import RunRecord
 
@@ -17,7 +17,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunGrid:
     """Runs that differ in parameterization, learning rate and seed."""
 
     label: str
@@ -40,9 +40,9 @@ class Comparison:
         return {kind: (rate, self.grid[kind][rate]) for kind, rate in chosen.items()}
 
 
-def comparisons(records: list[RunRecord], metric: str) -> list[Comparison]:
+def run_grids(records: list[RunRecord], metric: str) -> list[RunGrid]:
     """One for each preset, or departure from one."""
-    return [Comparison(*group, metric) for group in sorted(grouped(records, label).items())]
+    return [RunGrid(*group, metric) for group in sorted(grouped(records, label).items())]
 
 
 def parameterization(record: RunRecord) -> str:
@@ -51,7 +51,7 @@ def parameterization(record: RunRecord) -> str:
 
 def rate(record: RunRecord) -> float:
     """The learning rate; 0 where a record does not say."""
-    value = number(record.config.get("learning_rate"))
+    value = finite_or_nan(record.config.get("learning_rate"))
     return 0.0 if math.isnan(value) else value
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weightnorm import functional, kernels
 from weightnorm.lab.errors import FileError
-from weightnorm.lab.runs.records import write_atomically
+from weightnorm.lab.files import write_atomically
 from weightnorm.lab.safetensors_writer import DTYPES, Piece, write_safetensors
 from weightnorm.state_dicts import (
     Dim,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 
@@ -57,3 +59,32 @@ def require(holds: bool, field: str, got: Any, expected: str) -> None:
     """Raise a ConfigError that names the field unless `holds`."""
     if not holds:
         raise ConfigError(f"{field.replace('_', '-')} is {got}; expected {expected}")
+
+
+def nearest(word: str, known: Iterable[str], kind: str) -> str:
+    """The word itself if it is known; else an error that names the nearest.
+
+    >>> nearest("rnu", ["list", "run"], "command")
+    Traceback (most recent call last):
+    weightnorm.lab.errors.UsageError: there is no command 'rnu'; did you mean 'run'?
+    """
+    names = list(known)
+    if word in names:
+        return word
+    near = get_close_matches(word, names, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+    raise UsageError(f"there is no {kind} {word!r}; {hint}")
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Escape what is not printable, except the characters in `keep`.
+
+    Names in a file are chosen by whoever wrote it: unescaped, they could control the terminal.
+
+    >>> print(printable("a\x1b[2J\nb"))
+    a\x1b[2J\nb
+    """
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in text
+    )

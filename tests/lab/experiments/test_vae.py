@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from weightnorm import Parameterization, normalized_weights
 from weightnorm.lab.cli import main
-from weightnorm.lab.cli.arguments import parse_config
+from weightnorm.lab.cli.experiments import parse_config
 from weightnorm.lab.data import cifar10
 from weightnorm.lab.data.labelled import Labelled
 from weightnorm.lab.errors import ConfigError

@@ -90,7 +90,7 @@ def test_interrupted_it_saves_and_prints_the_command_that_goes_on(tmp_path, refe
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "everything is saved" in err
-    words = shlex.split(re.search(r"to go on:\s+weightnorm (.*)", err).group(1))
+    words = shlex.split(re.search(r"to resume:\s+weightnorm (.*)", err).group(1))
     assert weightnorm(*words)[0] == 0
     assert same(outcome(tmp_path), outcome(reference))
 

@@ -767,7 +767,7 @@ def test_real_runs_are_interrupted_and_go_on(tmp_path, monkeypatch):
     assert result.interrupted
     assert result.failed == []
     assert (first.folder / "checkpoint.pt").exists()
-    assert "to go on:" in first.log.read_text()
+    assert "to resume:" in first.log.read_text()
     assert not second.folder.exists()
 
     result = grid.sweep(two, console=console)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from weightnorm.lab.cli.arguments import nearest, parse
-from weightnorm.lab.errors import UsageError, require
+from weightnorm.lab.cli.arguments import parse
+from weightnorm.lab.errors import UsageError, nearest, require
 from weightnorm.lab.malloc import keep_freed_memory
 from weightnorm.lab.runs.environment import pick_device
 from weightnorm.lab.runs.records import Row, write_atomically
@@ -52,9 +52,8 @@ class BenchOptions:
     """Also put the table into this page of Markdown, between its marks."""
 
 
-def bench(words: list[str]) -> int:
-    """Measure what weight norm costs, side by side with its peers."""
-    options = parse(BenchOptions, words, "bench", bench)
+def main(words: list[str]) -> int:
+    options = parse(BenchOptions, words, "bench")
     from weightnorm.lab.benchmarks import runner as benchmark
     from weightnorm.lab.benchmarks.compare import load
     from weightnorm.lab.benchmarks.registry import ROWS

@@ -52,7 +52,7 @@ def test_the_paper_map_names_tests_that_exist():
     assert len(rows) > 10
     for row in rows:
         last = None
-        for file, test in re.findall(r"`((?:lab/\w+/)?test_\w+)?(?:::(\w+))?`", row):
+        for file, test in re.findall(r"`((?:\w+/)*test_\w+)?(?:::(\w+))?`", row):
             last = file or last
             if last is None:
                 continue

@@ -1,4 +1,4 @@
-"""The pure functions against the paper's identities."""
+"""Pure functions against autograd, naive forms and the identities of the paper."""
 
 import hypothesis.strategies as st
 import pytest
@@ -26,41 +26,41 @@ def _generator(draw):
 
 
 @given(weights())
-def test_compose_undoes_decompose(case):
+def test_compose_inverts_decompose(case):
     w, dim = case
     v, g = decompose(w, dim)
-    torch.testing.assert_close(compose(v, g, dim), w)
+    torch.testing.assert_close(compose(v=v, g=g, dim=dim), w)
     assert v.data_ptr() != w.data_ptr()
 
 
 @given(weights(), st.floats(-3, 3))
-def test_the_length_is_g_whatever_v(case, length):
+def test_norm_of_w_is_g_for_any_v(case, length):
     v, dim = case
     v = decompose(v, dim).v  # no zero rows
     g = torch.full_like(norm(v, dim), length)
-    torch.testing.assert_close(norm(compose(v, g, dim), dim), g.abs())
-    torch.testing.assert_close(compose(7 * v, g, dim), compose(v, g, dim))
+    torch.testing.assert_close(norm(compose(v=v, g=g, dim=dim), dim), g.abs())
+    torch.testing.assert_close(compose(v=7 * v, g=g, dim=dim), compose(v=v, g=g, dim=dim))
 
 
 @given(weights(), st.data())
-def test_gradients_are_eq_3_and_eq_4_and_autograd(case, data):
+def test_gradients_match_eq_3_eq_4_and_autograd(case, data):
     v, dim = case
     v = decompose(v, dim).v.requires_grad_()
     g = torch.randn(norm(v, dim).shape, dtype=v.dtype).requires_grad_()
     grad_w = torch.randn(v.shape, dtype=v.dtype, generator=_generator(data.draw))
-    grad_v, grad_g = gradients(grad_w, v, g, dim)
-    w = compose(v, g, dim)
+    grad_v, grad_g = gradients(grad_w, v=v, g=g, dim=dim)
+    w = compose(v=v, g=g, dim=dim)
     expected = torch.autograd.grad(w, (v, g), grad_w)
     torch.testing.assert_close((grad_v, grad_g), expected)
     with torch.no_grad():  # torch's fused kernel, where it fits
-        torch.testing.assert_close(tuple(gradients(grad_w, v, g, dim)), expected)
+        torch.testing.assert_close(tuple(gradients(grad_w, v=v, g=g, dim=dim)), expected)
     torch.testing.assert_close(grad_v, g / norm(v, dim) * project(grad_w, w, dim))  # eq. 4
     along = (grad_v * v).sum()  # ∇v·v = 0, summed over units whose every term is 0
     torch.testing.assert_close(along, torch.zeros_like(along), atol=1e-9, rtol=0)
 
 
 @given(weights(), st.data())
-def test_projection_is_idempotent_symmetric_and_kills_w(case, data):
+def test_projection_is_idempotent_symmetric_and_removes_w(case, data):
     w, dim = case
     x, y = (torch.randn(w.shape, dtype=w.dtype, generator=_generator(data.draw)) for _ in "xy")
     torch.testing.assert_close(project(project(x, w, dim), w, dim), project(x, w, dim))
@@ -72,30 +72,30 @@ def test_grouped_gradients_and_projection():
     v = torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
     g = torch.randn(2, 3, 1, dtype=torch.float64, requires_grad=True)
     grad_w = torch.randn_like(v)
-    w = compose(v, g, 1, groups=2)
+    w = compose(v=v, g=g, dim=1, groups=2)
     expected = torch.autograd.grad(w, (v, g), grad_w)
-    torch.testing.assert_close(tuple(gradients(grad_w, v, g, 1, groups=2)), expected)
+    torch.testing.assert_close(tuple(gradients(grad_w, v=v, g=g, dim=1, groups=2)), expected)
     for half in (slice(0, 2), slice(2, 4)):
         torch.testing.assert_close(
             project(grad_w, w, 1, groups=2)[half], project(grad_w[half], w[half], 1)
         )
 
 
-def test_a_mask_comes_before_the_norm():
+def test_mask_is_applied_before_normalization():
     v, g = torch.tensor([[3.0, 4.0, 9.0], [1.0, 1.0, 1.0]]), torch.tensor([[5.0], [1.0]])
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
-    w = compose(v, g, mask=mask)
+    w = compose(v=v, g=g, mask=mask)
     torch.testing.assert_close(w, torch.tensor([[3.0, 4.0, 0.0], [0.0, 0.0, 0.0]]))
 
 
-def test_a_masked_zero_row_gets_a_direction_inside_its_mask():
+def test_masked_zero_row_gets_a_direction_inside_the_mask():
     mask = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
     v, g = decompose(torch.zeros(2, 2), mask=mask)
     torch.testing.assert_close(v, mask)
     assert (g == 0).all()
 
 
-def test_none_is_one_g_for_all_and_minus_one_is_the_last_axis():
+def test_dim_none_is_one_g_and_minus_one_is_the_last_axis():
     w = torch.randn(2, 3)
     assert decompose(w, None).g.shape == ()
     assert decompose(w, -1).g.shape == (1, 3)
@@ -103,27 +103,32 @@ def test_none_is_one_g_for_all_and_minus_one_is_the_last_axis():
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (3, 3), ()])
-def test_a_wrong_g_is_refused_with_the_right_shape(shape):
+def test_wrong_g_shape_raises_with_expected_shape(shape):
     with pytest.raises(ValueError, match=r"g has shape .* needs \(3, 1\)"):
-        compose(torch.randn(3, 2), torch.ones(shape))
+        compose(v=torch.randn(3, 2), g=torch.ones(shape))
 
 
-def test_a_wrong_mask_is_refused():
+def test_wrong_mask_shape_raises():
     with pytest.raises(ValueError, match=r"mask has shape \(3,\).*\(3, 2\)"):
-        compose(torch.randn(3, 2), torch.ones(3, 1), mask=torch.ones(3))
+        compose(v=torch.randn(3, 2), g=torch.ones(3, 1), mask=torch.ones(3))
 
 
 @pytest.mark.parametrize("dim", [2, -3])
-def test_a_dim_out_of_range_is_refused(dim):
+def test_dim_out_of_range_raises(dim):
     with pytest.raises(IndexError, match=rf"dim={dim} is out of range .* 2 dimensions"):
         decompose(torch.randn(3, 2), dim)
 
 
 @pytest.mark.parametrize(("dim", "groups"), [(0, 2), (None, 2), (1, 3), (1, 0)])
-def test_impossible_groups_are_refused(dim, groups):
+def test_invalid_groups_raise(dim, groups):
     with pytest.raises(ValueError, match=f"groups={groups} must divide axis 0"):
         norm(torch.randn(4, 3), dim, groups=groups)
 
 
-def test_parts_have_names():
+def test_v_and_g_are_keyword_only():
+    v, g = torch.randn(3, 2), torch.ones(3, 1)
+    with pytest.raises(TypeError, match="positional"):
+        compose(v, g)
+    with pytest.raises(TypeError, match="positional"):
+        gradients(v, v, g)
     assert Parts._fields == ("v", "g")

@@ -185,7 +185,8 @@ def _moments(
         mean = output.new_zeros(units, dtype=wide_dtype(output.dtype))
         variance = mean.clone()
     what = f"the moments of layer {name!r} in data_dependent_init"
-    mean, variance, count = moments_over_ranks(mean, variance, count, group, what)
+    mean, variance, total = moments_over_ranks(mean, variance, count, group, what)
+    count = int(total)
     if count <= per_example:
         raise ValueError(
             f"layer {name!r} saw {count // per_example} example(s): a standard deviation needs "

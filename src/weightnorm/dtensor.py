@@ -1,8 +1,8 @@
-"""Tensors whose parts lie on different ranks: torch's DTensor, as FSDP2 keeps parameters.
+"""Helpers for DTensors: parameters sharded over ranks, as by FSDP2 or tensor parallelism.
 
-Inside a forward pass FSDP2 has put every parameter together, so only code that looks at a model
-from outside meets shards. DTensor takes a second to import, and is not imported here: where nobody
-has done so, there are none.
+Inside a forward pass FSDP2 has gathered every parameter, so only code that reads a model between
+passes sees shards. Importing torch.distributed.tensor takes a second, so it is not imported here:
+as long as nothing else has imported it, no tensor is a DTensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def is_sharded(x: object) -> TypeGuard[Any]:
-    """Whether this tensor is spread over ranks."""
+    """Return whether this is a DTensor (sharded or replicated over ranks)."""
     if type(x) in (Tensor, nn.Parameter):
         return False
     tensor = sys.modules.get("torch.distributed.tensor")
@@ -24,28 +24,28 @@ def is_sharded(x: object) -> TypeGuard[Any]:
 
 
 def has_whole_rows(x: Tensor) -> bool:
-    """Whether each index along axis 0 lies on a rank with all that belongs to it."""
+    """Return whether every row (index along axis 0) lies entirely on one rank."""
     return not is_sharded(x) or all(p.is_replicate() or p.is_shard(0) for p in x.placements)
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part, in the same memory. It may be empty."""
+    """Return this rank's shard, sharing memory. It may be empty."""
     return x.to_local() if is_sharded(x) else x
 
 
-def spread_like(part: Tensor, other: Tensor, shape: Sequence[int]) -> Tensor:
-    """The tensor of this shape of which every rank has its part, along the axes of `other`."""
+def spread_like(shard: Tensor, other: Tensor, shape: Sequence[int]) -> Tensor:
+    """Build the tensor of this shape from every rank's shard, with the placements of `other`."""
     if not is_sharded(other):
-        return part
+        return shard
     strides = torch.empty(tuple(shape), device="meta").stride()
-    joined: Tensor = type(other).from_local(
-        part, other.device_mesh, other.placements, run_check=False, shape=shape, stride=strides
+    built: Tensor = type(other).from_local(
+        shard, other.device_mesh, other.placements, run_check=False, shape=shape, stride=strides
     )
-    return joined
+    return built
 
 
 def gathered(x: Tensor) -> Tensor:
-    """The whole on every rank, still as a DTensor."""
+    """Return the full tensor on every rank, as a replicated DTensor."""
     if not is_sharded(x):
         return x
     from torch.distributed.tensor import Replicate
@@ -55,17 +55,17 @@ def gathered(x: Tensor) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The whole on every rank, as a plain tensor."""
+    """Return the full tensor on every rank, as a plain tensor."""
     return local(gathered(x))
 
 
-def settled(x: Tensor) -> Tensor:
-    """No sum over ranks left to take: DTensor puts them off."""
+def resolve_partial(x: Tensor) -> Tensor:
+    """Reduce pending Partial placements, so that every rank has final values."""
     return gathered(x) if is_sharded(x) and any(p.is_partial() for p in x.placements) else x
 
 
 def placed_like(x: Tensor, other: Tensor) -> Tensor:
-    """The same values, on the ranks where `other` has them."""
+    """Redistribute `x` to the placements of `other`."""
     if not is_sharded(x) or x.placements == other.placements:  # type: ignore[attr-defined]
         return x
     moved: Tensor = x.redistribute(placements=other.placements)  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def placed_like(x: Tensor, other: Tensor) -> Tensor:
 
 
 def on_mesh_of(x: Tensor, other: Tensor) -> Tensor:
-    """A tensor that every rank has, as one that goes together with `other`."""
+    """Wrap a tensor that every rank has as a replicated DTensor on the mesh of `other`."""
     if is_sharded(x) or not is_sharded(other):
         return x
     from torch.distributed.tensor import DTensor, Replicate
@@ -82,7 +82,7 @@ def on_mesh_of(x: Tensor, other: Tensor) -> Tensor:
 
 
 def refuse_sharded(model: nn.Module, instead: str) -> None:
-    """Stop before anything is done to a model that FSDP has taken charge of."""
+    """Raise ValueError if FSDP or tensor parallelism has sharded the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
     if any(isinstance(m, kinds) for m in model.modules()) or any(
@@ -92,7 +92,7 @@ def refuse_sharded(model: nn.Module, instead: str) -> None:
 
 
 def refuse_partitioned(weight: Tensor, name: str) -> None:
-    """Stop before a weight is taken apart that DeepSpeed's ZeRO-3 has emptied on this rank."""
+    """Raise ValueError if DeepSpeed's ZeRO-3 has partitioned the weight, which empties it here."""
     if hasattr(weight, "ds_id") and not weight.numel():
         raise ValueError(
             f"{name} is empty here: DeepSpeed has partitioned it. Normalize it inside "

@@ -1,8 +1,10 @@
-"""The method as pure functions: w = g·v/‖v‖, its inverse, its gradients, its projection.
+"""Weight normalization as pure functions: w = g·v/‖v‖, its inverse, gradients and projection.
 
-Everywhere `dim` is the axis that is kept: one g for each index along it, the norm over all others.
-``dim=None`` means one g for the whole tensor. `groups` splits axis 0 first, as a grouped transposed
-convolution does: one g for each (group, index along `dim`).
+`dim` is the axis that is kept: one g for each index along it, the norm over all other axes.
+``dim=None`` means one g for the whole tensor. `groups` splits axis 0 first, as in a grouped
+transposed convolution: one g for each (group, index along `dim`).
+
+v and g are passed by keyword: torch's parametrization stores them in the order (g, v).
 """
 
 from __future__ import annotations
@@ -14,48 +16,48 @@ import torch
 from torch import Tensor
 
 from weightnorm import kernels
-from weightnorm.dtensor import gathered, on_mesh_of, placed_like, settled
+from weightnorm.dtensor import gathered, on_mesh_of, placed_like, resolve_partial
 from weightnorm.kernels import EPS
 
 __all__ = ["EPS", "Parts", "compose", "decompose", "gradients", "norm", "project"]
 
 
 class Parts(NamedTuple):
-    """The two parts of a normalized weight: its direction v and its length g (signed)."""
+    """Direction v and signed length g of a normalized weight."""
 
     v: Tensor
     g: Tensor
 
 
 def norm(v: Tensor, dim: int | None = 0, *, groups: int = 1) -> Tensor:
-    """‖v‖ over every axis but `dim`, in float32 or wider.
+    """Return ‖v‖ over every axis but `dim`, in float32 or wider.
 
     >>> norm(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
     tensor([[ 5.],
             [10.]])
     """
     dim = _checked_dim(v, dim, groups)
-    units = settled(kernels.block_norm(kernels.as_blocks(v, dim, groups)))
+    units = resolve_partial(kernels.block_norm(kernels.as_blocks(v, dim, groups)))
     return units.reshape(kernels.unit_shape(v.shape, dim, groups))
 
 
 def compose(
+    *,
     v: Tensor,
     g: Tensor,
     dim: int | None = 0,
-    *,
     groups: int = 1,
     mask: Tensor | None = None,
     eps: float = EPS,
 ) -> Tensor:
-    """w = g·v/‖v‖ (eq. 2): the direction of v, the length |g|.
+    """Return w = g·v/‖v‖ (eq. 2): the direction of v with length |g|.
 
-    With a `mask`, v is masked first and normalized then: w = g·(m⊙v)/‖m⊙v‖. A row with
+    With a `mask` m, v is masked before it is normalized: w = g·(m⊙v)/‖m⊙v‖. A row with
     ‖v‖ ≤ `eps`, such as a fully masked one, gives w = 0 and receives no gradient.
 
-    Shapes: v and w alike; g is 1 everywhere but along `dim`.
+    Shapes: w has the shape of v; g has size 1 along every axis but `dim`.
 
-    >>> compose(torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]]))
+    >>> compose(v=torch.tensor([[3.0, 4.0]]), g=torch.tensor([[10.0]]))
     tensor([[6., 8.]])
     """
     dim = _checked_dim(v, dim, groups)
@@ -77,10 +79,10 @@ def decompose(
     mask: Tensor | None = None,
     eps: float = EPS,
 ) -> Parts:
-    """Parts (v, g) with compose(v, g) = w: v = w and g = ‖w‖.
+    """Return Parts(v, g) with compose(v=v, g=g) = w, namely v = w and g = ‖w‖.
 
-    A zero row has no direction to take over. It gets the diagonal one and g = 0: still w = 0, but
-    now g, and through it the row, can learn. v never shares memory with w.
+    A zero row has no direction, so it gets the diagonal one and g = 0: w stays 0, but the row
+    receives a gradient through g. v never shares memory with w.
 
     >>> decompose(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     Parts(v=tensor([[3.0000, 4.0000],
@@ -91,35 +93,35 @@ def decompose(
     masked = _masked(w, mask)
     g = norm(masked, dim, groups=groups)
     if masked.device.type == "meta" or not masked.numel():
-        return Parts(w.clone(), g.to(w.dtype))
+        return Parts(v=w.clone(), g=g.to(w.dtype))
     diagonal = _masked(torch.ones_like(w), mask)
     diagonal = kernels.formula(diagonal, torch.ones_like(g), dim, groups)
     v = torch.where(per_weight(g <= eps, w, dim, groups), diagonal, masked)
-    return Parts(v, g.to(w.dtype))
+    return Parts(v=v, g=g.to(w.dtype))
 
 
 def gradients(
     grad_w: Tensor,
+    *,
     v: Tensor,
     g: Tensor,
     dim: int | None = 0,
-    *,
     groups: int = 1,
     eps: float = EPS,
 ) -> Parts:
-    """Eq. 3: ∇g = ∇w·v/‖v‖ and ∇v = (g/‖v‖)∇w − (g∇g/‖v‖²)v, as Parts(∇v, ∇g).
+    """Return Parts(∇v, ∇g) of eq. 3: ∇g = ∇w·v/‖v‖ and ∇v = (g/‖v‖)∇w − (g∇g/‖v‖²)v.
 
     >>> v, g = torch.tensor([[3.0, 4.0]]), torch.tensor([[5.0]])
-    >>> gradients(torch.tensor([[1.0, 0.0]]), v, g)
+    >>> gradients(torch.tensor([[1.0, 0.0]]), v=v, g=g)
     Parts(v=tensor([[ 0.6400, -0.4800]]), g=tensor([[0.6000]]))
     """
     dim = _checked_dim(v, dim, groups)
     grad_v, grad_g = kernels.gradients(grad_w, v, g, dim, groups, eps)
-    return Parts(placed_like(grad_v, v), placed_like(grad_g, g))
+    return Parts(v=placed_like(grad_v, v), g=placed_like(grad_g, g))
 
 
 def project(x: Tensor, w: Tensor, dim: int | None = 0, *, groups: int = 1) -> Tensor:
-    """M_w x with M_w = I − ww′/‖w‖² (eq. 4): x without its component along w, unit by unit.
+    """Return M_w x with M_w = I − ww′/‖w‖² (eq. 4): x minus its component along w, per unit.
 
     >>> project(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 0.0]]))
     tensor([[0., 1.]])
@@ -132,7 +134,7 @@ def project(x: Tensor, w: Tensor, dim: int | None = 0, *, groups: int = 1) -> Te
 
 
 def unit_rows(w: Tensor, dim: int | None = 0, groups: int = 1) -> Tensor:
-    """A weight as a matrix with one row for each unit, in the order of g.
+    """Return the weight as a matrix with one row per unit, in the order of g.
 
     >>> unit_rows(torch.zeros(4, 3, 5), 1, groups=2).shape
     torch.Size([6, 10])
@@ -145,7 +147,7 @@ def unit_rows(w: Tensor, dim: int | None = 0, groups: int = 1) -> Tensor:
 
 
 def resolve_dim(dim: int | None, ndim: int) -> int | None:
-    """A real axis: negative ones count from the end, None stays None."""
+    """Return `dim` as a non-negative axis (None stays None), or raise IndexError."""
     if dim is None:
         return None
     if not -ndim <= dim < ndim:
@@ -175,7 +177,7 @@ def _masked(v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def check_mask(mask: Tensor, shape: torch.Size) -> None:
-    """A mask broadcasts to the weight, or it is an error."""
+    """Raise ValueError unless the mask broadcasts to `shape`."""
     try:
         fits = torch.broadcast_shapes(mask.shape, shape) == shape
     except RuntimeError:
@@ -188,6 +190,6 @@ def check_mask(mask: Tensor, shape: torch.Size) -> None:
 
 
 def per_weight(units: Tensor, w: Tensor, dim: int | None, groups: int) -> Tensor:
-    """One value per unit → one per weight."""
+    """Expand one value per unit to the shape of `w`."""
     g, before, n, after = kernels.block_shape(w.shape, dim, groups)
     return units.reshape(g, 1, n, 1).expand(g, before, n, after).reshape(w.shape)

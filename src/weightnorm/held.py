@@ -31,7 +31,7 @@ class Held:
             self.v.grad = self.g.grad = None
             return
         grad_w, v, g = (self._mine(x) for x in (grad, self.v, self.g))
-        parts = functional.gradients(grad_w, v, g, self.dim, groups=self.groups)
+        parts = functional.gradients(grad_w, v=v, g=g, dim=self.dim, groups=self.groups)
         self.v.grad, self.g.grad = self._joined(parts)
 
     def push(self) -> None:

@@ -33,7 +33,7 @@ def draws(bench: Workbench) -> list[tuple[Tensor, Tensor, Tensor]]:
 def finite_differences(bench: Workbench) -> Measured:
     worst = 0.0
     for v, g, grad_w in draws(bench):
-        exact = gradients(grad_w, v, g)
+        exact = gradients(grad_w, v=v, g=g)
         for part, grad in ((0, exact.v), (1, exact.g)):
             worst = max(worst, deviation(central_difference(v, g, grad_w, part), grad))
     return Measured(f"{worst:.1e}", exactly(worst, 1e-7), len(SHAPES), {"deviation": worst})
@@ -48,7 +48,7 @@ def central_difference(v: Tensor, g: Tensor, grad_w: Tensor, part: int, h: float
         for sign in (1, -1):
             moved = (v.clone(), g.clone())
             moved[part].view(-1)[i] += sign * h
-            ends.append((grad_w * compose(moved[0], moved[1])).sum())
+            ends.append((grad_w * compose(v=moved[0], g=moved[1])).sum())
         out[i] = (ends[0] - ends[1]) / (2 * h)
     return out.view_as(pair[part])
 
@@ -62,8 +62,8 @@ def projection(bench: Workbench) -> Measured:
     numbers = {"eq. 3 − eq. 4": 0.0, "M² − M": 0.0, "∇v·v": 0.0}
     for v, g, grad_w in draws(bench):
         length = norm(v)
-        eq3 = gradients(grad_w, v, g).v
-        eq4 = g / length * project(grad_w, compose(v, g))
+        eq3 = gradients(grad_w, v=v, g=g).v
+        eq4 = g / length * project(grad_w, compose(v=v, g=g))
         once = project(grad_w, v)
         dot = (eq3 * v).flatten(1).sum(1).abs().max().item()
         found = (deviation(eq3, eq4), deviation(project(once, v), once), dot)
@@ -81,7 +81,7 @@ def fixed_length(bench: Workbench) -> Measured:
     worst = 0.0
     for v, g, _ in draws(bench):
         for scale in (1e-6, 1.0, 1e6):
-            worst = max(worst, deviation(norm(compose(scale * v, g)), g.abs()))
+            worst = max(worst, deviation(norm(compose(v=scale * v, g=g)), g.abs()))
     return Measured(f"{worst:.1e}", exactly(worst, 1e-12), 3 * len(SHAPES), {"deviation": worst})
 
 

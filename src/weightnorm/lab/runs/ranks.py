@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # see Note [a group must end]
 from torch import Tensor, nn
 
-from weightnorm.distributed import RankLost, waiting
+from weightnorm.distributed import RankLost, collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,7 +70,7 @@ class Ranks:
     def sum(self, x: Tensor, what: str = "a sum") -> Tensor:
         """Σ over ranks. `what` it is, for the error if a rank is lost."""
         if self.world > 1:
-            with waiting(what):
+            with collective(what):
                 dist.all_reduce(x)
         return x
 
@@ -86,7 +86,7 @@ class Ranks:
         things: list[Any] = [thing]
         if self.world > 1:
             things = [None] * self.world
-            with waiting(what):
+            with collective(what):
                 dist.all_gather_object(things, thing)
         return things
 

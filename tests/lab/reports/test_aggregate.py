@@ -27,7 +27,7 @@ def done(error, **config):
     return record(error, result={"error": error}, **config)
 
 
-def test_stat_is_numpys():
+def test_stat_equals_numpy():
     values = [0.3, 0.1, 0.8]
     found = stat(values)
     assert (found.mean, found.std) == pytest.approx((np.mean(values), np.std(values, ddof=1)))
@@ -35,7 +35,7 @@ def test_stat_is_numpys():
 
 
 @pytest.mark.parametrize("missing", [None, "0.3", True, math.nan, math.inf, 10**400, [1]])
-def test_what_is_not_a_finite_number_is_not_counted(missing):
+def test_stat_ignores_values_that_are_not_finite(missing):
     assert math.isnan(finite_or_nan(missing))
     found = stat([0.25, missing])
     assert (found.mean, found.n, found.runs, found.complete) == (0.25, 1, 2, False)
@@ -74,13 +74,13 @@ def test_a_curve_skips_epochs_that_no_run_has_and_runs_that_never_have_it():
     assert (found.x, found.mean, found.n) == ((1, 3), (0.9, 0.2), 1)
 
 
-def test_a_curve_goes_by_the_epoch_not_the_row():
+def test_curve_uses_the_epoch_not_the_row_number():
     found = curve([record(0.9, 0.4), record(0.2, first_epoch=2)], "error")
     assert math.isnan(found.mean[0])
     assert found.mean[1] == pytest.approx(0.3)
 
 
-def test_the_end_is_the_results_then_the_newest_rows():
+def test_final_prefers_the_result_to_the_last_row():
     assert final(record(0.9, 0.4, result={"error": 0.3}), "error") == 0.3
     assert final(record(0.9, 0.4, result={}), "error") == 0.4
     assert final(record(0.9, 0.4), "error") == 0.4
@@ -108,7 +108,7 @@ def test_unfinished_runs_do_not_decide_the_rate():
     assert best_rate(rates, "error") == 0.2
 
 
-def test_while_none_has_finished_the_furthest_stands_in():
+def test_best_rate_without_finished_runs_has_most_epochs():
     rates = {0.1: [record()], 0.2: [record(0.9, 0.8)], 0.3: [record(0.1)]}
     assert best_rate(rates, "error") == 0.2
 
@@ -118,7 +118,7 @@ def test_the_highest_may_be_the_best():
     assert best_rate(rates, "error", highest=True) == 0.2
 
 
-def test_of_two_alike_the_smaller_rate():
+def test_best_rate_of_equal_ones_is_the_smaller():
     assert best_rate({0.2: [done(0.4)], 0.1: [done(0.4)]}, "error") == 0.1
 
 
@@ -137,7 +137,7 @@ def test_the_label_is_the_folder_below_the_experiment(folder, expected):
     assert label(RunRecord(Path(folder), "classify", "cpu", {})) == expected
 
 
-def test_a_comparison_sorts_runs_out():
+def test_run_grid_groups_by_parameterization_and_rate():
     runs = [
         done(0.3, parameterization=kind, learning_rate=rate, seed=seed)
         for kind in ("weight-norm", "own", "standard")

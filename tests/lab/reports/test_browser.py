@@ -100,7 +100,7 @@ def test_the_figures_are_drawn_in_their_colors(browse, files, tmp_path):
         assert (abs(page - color).max(-1) <= 2).sum() > 200, style
 
 
-def test_the_page_has_a_dark_side(browse, files, tmp_path):
+def test_page_follows_the_dark_color_scheme(browse, files, tmp_path):
     picture = tmp_path / "page.png"
     browse(DARK, "--window-size=1280,1600", f"--screenshot={picture}", files.page.as_uri())
     page = pixels(picture)
@@ -108,7 +108,7 @@ def test_the_page_has_a_dark_side(browse, files, tmp_path):
     assert (page.min(-1) == 255).sum() > 500  # the figures' ink, brighter than the page's
 
 
-def test_a_phone_shows_it_without_scrolling_sideways(browse, server):
+def test_page_fits_a_phone_without_horizontal_scrolling(browse, server):
     port, _ = server
     dom = browse("--dump-dom", f"http://127.0.0.1:{port}/phone.html")
     title = re.search("<title>(.*)</title>", dom)

@@ -78,9 +78,9 @@ def test_the_best_epoch_stands_beside_the_published_scores(agent):
     assert "epochs 2 or 3" in found(preset, Table, "Scores").notes[1]
 
 
-def test_the_score_while_learning_is_drawn(agent):
+def test_training_scores_are_plotted(agent):
     _, game = parts([agent([100, 900, 100])])
-    (line,) = found(game, Plot, "Score while learning").lines
+    (line,) = found(game, Plot, "Score in training").lines
     assert line.y == (50, 450, 50)
 
 
@@ -97,9 +97,9 @@ def test_the_learning_rate_with_the_highest_best_score_is_drawn(agent):
     assert found(game, Plot, "Best score by learning rate").lines[0].y == (900, 400)
 
 
-def test_values_and_losses_are_drawn(agent):
+def test_values_and_losses_are_plotted(agent):
     _, game = parts([agent([1.0, 2.0, 3.0]), agent([2.0, 3.0, 4.0], kind="batch-norm")])
-    values = found(game, Plot, "What the agent expects")
+    values = found(game, Plot, "Estimated values")
     assert [line.style.name for line in values.lines] == ["batch norm", "weight norm"]
     assert values.lines[0].y == (0.5, 1.0, 1.5)
     assert found(game, Plot, "Loss").lines[0].y == (1, 1 / 2, 1 / 3)
@@ -117,10 +117,10 @@ def test_an_unfinished_run_is_dashed_and_not_counted(agent):
     _, game = parts([agent([1.0, 2.0]), agent([5.0], kind="standard", done=1, epochs=2)])
     lines = found(game, Plot, "Score per epoch").lines
     assert [line.unfinished for line in lines] == [True, False, False]
-    assert rows(game, "Not finished")["standard"]["how far"] == "epoch 1 of 2"
+    assert rows(game, "Not finished")["standard"]["progress"] == "epoch 1 of 2"
 
 
-def test_a_game_moves(agent, tmp_path):
+def test_recorded_game_is_an_animation(agent, tmp_path):
     records = [agent([1.0, 2.0]), agent([1.0, 2.0], kind="standard", keep=False)]
     _, game = parts(records)
     picture = found(game, Picture, "A game")
@@ -134,7 +134,7 @@ def test_a_game_moves(agent, tmp_path):
     assert "data:image/gif" in files.page.read_text()
 
 
-def test_odd_records_are_no_obstacle(run, tmp_path):
+def test_odd_records_raise_no_error(run, tmp_path):
     run(experiment="dqn", metrics=[], result={})
     run(
         experiment="dqn", seed=2, metrics=[{"epoch": 1, "score": None}], result={"best_score": None}

@@ -70,7 +70,7 @@ def test_the_papers_figure_shows_the_bound_rising(drawn):
     assert "figure 3" in plot.title
     assert [line.name for line in plot.lines] == [
         "standard, lr 0.003, n = 2",
-        "weight norm, lr 0.003, n = 1",
+        "weight norm, g = ‖v‖, lr 0.003, n = 1",
     ]
     assert plot.lines[0].y == (-130.0, -111.0, -100.0, -97.0)
     assert plot.lines[0].spread[-1] == pytest.approx(2**0.5)
@@ -80,7 +80,7 @@ def test_bounds_stand_beside_the_published_one(drawn):
     records = [drawn([130.0, 96.0]), drawn([130.0, 98.0], seed=2)]
     ours = rows(records, "Bounds")["standard"]
     assert (ours["test bound"], ours["n"], ours["KL, test"]) == (
-        "-97.00 ± 1.41",
+        "−97.00 ± 1.41",
         "2",
         "20.00 ± 0.00",
     )
@@ -94,29 +94,53 @@ def test_bounds_stand_beside_the_published_one(drawn):
     assert "published" not in " ".join(rows([drawn([9.0], data="digits", seed=3)], "Bounds"))
 
 
-def test_epochs_are_counted_to_the_bound_the_other_ends_with(drawn):
+def test_epochs_to_the_bound_that_every_run_reaches(drawn):
     records = [
         drawn([130.0, 110.0, 100.0, 96.0]),
         drawn([120.0, 97.0, 95.0, 90.0], "weight-norm"),
         drawn([120.0, 94.0, 93.0, 92.0], "weight-norm", seed=2),
     ]
-    quick = rows(records, "Epochs")["weight norm"]
-    assert quick["bound to reach"] == "standard's last, -96.00"
-    assert (quick["epochs to reach it"], quick["epochs sooner"]) == ("2.5 ± 0.7", "1.5")
-    slow = rows(records, "Epochs")["standard"]
-    assert slow["bound to reach"] == "weight norm's last, -91.00"
-    assert (slow["epochs to reach it"], slow["epochs sooner"]) == ("—", "—")
+    needed = rows(records, "Epochs to the same test bound")
+    assert needed["standard"]["epochs to −96.00"] == "4.0"
+    assert needed["weight norm, g = ‖v‖"]["epochs to −96.00"] == "2.5 ± 0.7"
+    assert needed["weight norm, g = ‖v‖"]["n"] == "2"
 
 
-def test_there_is_no_such_count_for_one_alone(drawn):
+def test_each_initial_g_has_its_own_curve_in_one_figure(drawn):
+    records = [
+        drawn([130.0, 96.0]),
+        drawn([120.0, 97.0], "weight-norm"),  # recorded before there was an initial_g
+        drawn([121.0, 98.0], "weight-norm", seed=2, initial_g="norm"),
+        drawn([110.0, 90.0], "weight-norm", label="cpu+initial-g=one", initial_g="one"),
+        drawn(
+            [111.0, 91.0],
+            "weight-norm",
+            label="cpu+initial-g=one-except-windows",
+            initial_g="one-except-windows",
+        ),
+    ]
+    (part,) = section(records).content
+    assert part.title == "draw: cpu"
+    plot = found(records, Plot, "Bound on the test set")
+    assert [line.name for line in plot.lines] == [
+        "standard, lr 0.003, n = 1",
+        "weight norm, g = ‖v‖, lr 0.003, n = 2",
+        "weight norm, g = 1 except windows, lr 0.003, n = 1",
+        "weight norm, g = 1, lr 0.003, n = 1",
+    ]
+    assert len({line.style for line in plot.lines}) == 4
+    assert "−91.0 (weight norm, g = 1 except windows, n = 1)" in part.findings[0]
+
+
+def test_no_epochs_table_for_one_parameterization(drawn):
     (part,) = section([drawn([130.0, 96.0])]).content
     assert not [x for x in part.content if x.title.startswith("Epochs to")]
 
 
-def test_time_is_relative_to_standard_and_the_paper_is_silent(drawn):
+def test_time_is_relative_to_standard_without_a_paper_column(drawn):
     found_times = rows([drawn([9.0]), drawn([9.0], "weight-norm")], "Time per epoch")
-    assert found_times["weight norm"]["relative to standard"] == "1.00"
-    assert "paper" not in found_times["weight norm"]
+    assert found_times["weight norm, g = ‖v‖"]["relative to standard"] == "1.00"
+    assert "paper" not in found_times["weight norm, g = ‖v‖"]
 
 
 def test_several_rates_are_compared(drawn):
@@ -147,7 +171,7 @@ def test_pictures_of_each_parameterization(drawn):
     assert "Steps 1, 2, 3, 5, 6, 7, 8, 10, 11, 12 " in still.caption
 
 
-def test_a_square_is_where_the_box_says_and_inside_the_picture():
+def test_box_is_drawn_within_the_picture():
     black = np.zeros((SIDE, SIDE), np.uint8)
     image = with_box(black, np.float32([2.5, 1.5, 2.0]))  # rows 1.5 … 3.5, columns 0.5 … 2.5
     marked = (image == SQUARE).all(-1)
@@ -172,7 +196,7 @@ def test_a_square_is_where_the_box_says_and_inside_the_picture():
         lambda kept: kept.update(drawings=kept["drawings"][:0], boxes=kept["boxes"][:0]),
     ],
 )
-def test_what_is_not_whole_is_not_drawn(drawn, damage):
+def test_damaged_arrays_are_not_drawn(drawn, damage):
     record = drawn([9.0, 8.0])
     kept = arrays()
     damage(kept)

@@ -48,7 +48,7 @@ def test_a_band_is_spread_around_its_line():
     assert to_hex(band.get_facecolor()[0]) == STYLES["weight-norm"].color
 
 
-def test_errors_start_at_zero_and_lengths_need_not():
+def test_from_zero_starts_the_y_axis_at_zero():
     assert axes(line(), from_zero=True).get_ylim()[0] == 0
     assert axes(line()).get_ylim()[0] > 0
 
@@ -115,7 +115,7 @@ def test_a_picture_is_a_png_with_square_pixels(color):
     assert (frame == (large if color else large[..., None])).all()
 
 
-def test_frames_move():
+def test_several_frames_become_a_gif():
     pixels = np.zeros((3, 4, 4), np.uint8)
     pixels[1:, 1], pixels[2, :, 2] = 255, 255
     kind, frames, info = decoded(picture_files(Picture("a", "A", "Words.", pixels, seconds=0.2)))
@@ -128,7 +128,7 @@ def test_wide_pictures_keep_their_size():
     assert frame.shape[:2] == (2, 900)
 
 
-def test_bars_stand_in_groups_with_their_intervals():
+def test_bar_groups_with_intervals():
     bars = [
         Bar(kind, STYLES[kind], x, x - 0.1, x + 0.2)
         for kind, x in (("standard", 0.9), ("weight-norm", 1.5))

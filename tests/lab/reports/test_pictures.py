@@ -7,7 +7,7 @@ from weightnorm.lab.reports.pictures import image_grid, load_arrays
 from weightnorm.lab.runs.records import RunRecord
 
 
-def test_what_a_run_kept_is_read_and_what_is_damaged_is_not(tmp_path):
+def test_load_arrays_skips_damaged_files(tmp_path):
     record = RunRecord(tmp_path, "draw", "demo", {})
     assert load_arrays(record, "samples") == {}
     images = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
@@ -25,7 +25,7 @@ def test_arrays_that_are_pickles_are_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("color", [(), (3,)])
-def test_images_stand_side_by_side(color):
+def test_image_grid_places_images_in_rows(color):
     images = np.random.default_rng(0).integers(1, 256, (5, 4, 3, *color), np.uint8)
     sheet = image_grid(images, columns=2, background=0)
     assert sheet.shape == (3 * 5 - 1, 2 * 4 - 1, *color)

@@ -76,7 +76,7 @@ def test_every_figure_shows_something(files):
             assert imread(path)[..., :3].std() > 0.05, path
 
 
-def test_every_figure_is_in_the_page_with_words(files, elements):
+def test_every_figure_is_in_the_page_with_a_text_alternative(files, elements):
     pictures = elements.named("svg")
     assert len(pictures) == len(elements.named("figure")) == len(files.figures) // 2
     assert len(elements.named("figcaption")) == len(pictures)
@@ -90,7 +90,7 @@ def test_figures_in_the_page_have_its_ink_and_paper(files):
     assert PAPER not in pictures
 
 
-def test_the_page_needs_nothing_but_itself(files, elements):
+def test_page_is_self_contained(files, elements):
     assert elements.open == []
     ids = [attrs["id"] for _, attrs in elements.found if "id" in attrs]
     assert len(ids) == len(set(ids))
@@ -146,7 +146,7 @@ def test_damaged_records_are_named_and_the_rest_reported(files):
         ("result.json", [0.1]),
     ],
 )
-def test_json_that_is_no_record_is_named(run, tmp_path, name, content):
+def test_json_that_is_not_a_record_is_listed(run, tmp_path, name, content):
     run()
     write_json(run(seed=2).folder / name, content)
     files = report(tmp_path / "runs", tmp_path / "out")
@@ -165,13 +165,13 @@ def test_json_that_is_no_record_is_named(run, tmp_path, name, content):
         {"seconds": 0, "parameterization": "standard"},
     ],
 )
-def test_odd_values_are_no_obstacle(run, tmp_path, changes):
+def test_odd_values_raise_no_error(run, tmp_path, changes):
     run(seed=5, parameterization="standard")
     run(**changes)
     assert report(tmp_path / "runs", tmp_path / "out").problems == ()
 
 
-def test_text_from_records_stays_text(run, tmp_path):
+def test_text_from_records_is_escaped(run, tmp_path):
     evil = """\"><script>alert('$x$')</script>"""
     row = {"epoch": 1, evil: 1.0}
     kind = evil.replace("/", "_")  # which is a folder, too
@@ -201,7 +201,7 @@ def test_a_copied_run_is_counted_once(run, tmp_path):
     )
 
 
-def test_no_records_is_an_error_that_says_what_to_run(tmp_path):
+def test_no_records_is_an_error(tmp_path):
     with pytest.raises(ReportError, match="weightnorm run classify --preset demo"):
         report(tmp_path, tmp_path / "out")
     with pytest.raises(ReportError, match="missing is not a folder"):
@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(run, tmp_path):
         report(tmp_path / "runs", tmp_path / "out")
 
 
-def test_a_full_disk_leaves_the_old_page_whole(run, tmp_path, monkeypatch):
+def test_full_disk_keeps_the_old_page(run, tmp_path, monkeypatch):
     run(parameterization="standard")
     before = report(tmp_path / "runs", tmp_path / "out").page.read_bytes()
     run(parameterization="standard", seed=2)

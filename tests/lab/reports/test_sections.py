@@ -39,7 +39,7 @@ def test_the_papers_figure_has_a_line_for_each_parameterization(grid):
     assert drawn[0].spread[-1] == pytest.approx(1)
 
 
-def test_the_best_rate_of_each_is_drawn_and_told(run):
+def test_the_best_rate_of_each_is_plotted_and_named(run):
     records = [
         run(parameterization="standard", learning_rate=0.0003, end=0.2),
         run(parameterization="standard", learning_rate=0.003, end=0.4),
@@ -56,13 +56,13 @@ def test_errors_stand_beside_the_papers(grid):
     found = rows(classify.section(grid()), "Errors")
     ours = found["weight norm + mean-only batch norm"]
     assert ours["test error, %"] == "12.00 ± 0.50"
-    assert (ours["n"], ours["epochs"], ours["paper, %"]) == ("3", "4", "7.31")
-    papers = [row["paper, %"] for row in found.values()]
+    assert (ours["n"], ours["epochs"], ours["paper, test, %"]) == ("3", "4", "7.31")
+    papers = [row["paper, test, %"] for row in found.values()]
     assert papers[:5] == ["8.43", "8.05", "8.46", "8.52", "7.31"]
     assert papers[5:] == ["11.68", "10.41", "9.6", "9.31", "9.08"]
 
 
-def test_smaller_runs_than_the_papers_are_called_so(run):
+def test_deviations_from_the_papers_size_are_noted(run):
     notes = table(classify.section([run()]), "Errors").notes
     assert notes[-1].endswith("These: width 0.25, epochs 4.")
     papers = run(preset="paper", width=1.0, epochs=200)
@@ -71,7 +71,7 @@ def test_smaller_runs_than_the_papers_are_called_so(run):
 
 def test_digits_are_not_compared_with_cifar10(grid):
     section = classify.section(grid(data="digits", seeds=(1,)))
-    assert "paper, %" not in table(section, "Errors").head
+    assert "paper, test, %" not in table(section, "Errors").head
     assert len(rows(section, "Errors")) == 5
     assert rows(section, "Errors")["weight norm"]["training error, %"] == "29.00"
     assert "CIFAR-10" in table(section, "Errors").notes[-1]
@@ -91,12 +91,12 @@ def test_time_is_relative_to_standard(run):
     assert batch_norm["paper"] == "1.16"
 
 
-def test_time_without_a_standard_run_is_relative_to_nothing(run):
+def test_time_without_a_standard_run_has_no_ratio(run):
     found = rows(classify.section([run()]), "Time per epoch")
     assert found["weight norm"]["relative to standard"] == "—"
 
 
-def test_times_on_unlike_machines_are_called_so(run):
+def test_times_on_different_machines_have_a_note(run):
     records = [run(), run(seed=2, session={"threads": 1})]
     assert "threads" in table(classify.section(records), "Time per epoch").notes[-1]
     assert len(table(classify.section(records[:1]), "Time per epoch").notes) == 1
@@ -136,7 +136,7 @@ def test_a_diverged_rate_has_no_point(run):
     assert every["0.1"] == ("—", "—", "1")
 
 
-def test_an_unfinished_run_is_drawn_dashed_and_counted_nowhere(run):
+def test_unfinished_run_is_dashed_and_not_counted(run):
     section = classify.section([run(end=0.2), run(seed=2, end=0.9, done=3)])
     finished, unfinished = plot(section, "cpu-train-error").lines
     assert (finished.unfinished, unfinished.unfinished) == (False, True)
@@ -147,14 +147,14 @@ def test_an_unfinished_run_is_drawn_dashed_and_counted_nowhere(run):
     ours = rows(section, "Errors")["weight norm"]
     assert (ours["training error, %"], ours["n"]) == ("20.00", "1")
     assert rows(section, "Time per epoch")["weight norm"]["n"] == "1"
-    assert rows(section, "Not finished")["weight norm"]["how far"] == "epoch 3 of 4"
+    assert rows(section, "Not finished")["weight norm"]["progress"] == "epoch 3 of 4"
 
 
-def test_a_run_of_no_epochs_is_only_named(run):
+def test_run_without_epochs_is_listed_as_unfinished(run):
     section = classify.section([run(done=0)])
     assert section.figures == ()
     assert rows(section, "Errors")["weight norm"]["test error, %"] == "—"
-    assert rows(section, "Not finished")["weight norm"]["how far"] == "epoch 0 of 4"
+    assert rows(section, "Not finished")["weight norm"]["progress"] == "epoch 0 of 4"
 
 
 def test_null_metrics_leave_gaps(run):
@@ -170,7 +170,7 @@ def test_each_preset_has_its_own_part(run):
     assert len({one.name for one in section.figures}) == len(section.figures) == 8
 
 
-def test_settings_tell_what_is_common_and_what_differs(run):
+def test_settings_table_shows_common_and_differing_values(run):
     same = settings([run(), run(seed=2)])
     assert dict(same.rows) | {"width": "0.25", "threads": "2", "limit": "none"} == dict(same.rows)
     assert dict(same.rows)["seed"] == "1 (n = 1), 2 (n = 1)"
@@ -179,7 +179,7 @@ def test_settings_tell_what_is_common_and_what_differs(run):
     assert dict(other.rows)["seed"] == "3 (n = 1), 10 (n = 1)"
     assert dict(other.rows)["width"] == "0.25 (n = 1), 1 (n = 1)"
     assert other.notes[0] == "The runs differ in: width, commit."
-    assert "not committed" in other.notes[1]
+    assert "uncommitted" in other.notes[1]
 
 
 def test_a_run_resumed_elsewhere_counts_for_both_machines(run):
@@ -203,7 +203,7 @@ def test_an_unknown_experiment_shows_every_metric(run):
     assert [line.name for line in drawn] == names
     assert [line.style for line in drawn] == [STYLES["weight-norm"], STYLES["standard"]]
     found = rows(section, "Results")["parameterization standard"]
-    assert (found["bound"], found["n"]) == ("-81.5000 ± 0.7071", "2")
+    assert (found["bound"], found["n"]) == ("−81.5000 ± 0.7071", "2")
 
 
 def test_an_unknown_experiment_without_parameterizations(run):
@@ -217,7 +217,7 @@ def test_an_unknown_experiment_without_parameterizations(run):
     assert len({line.style.color for line in drawn}) == 2
 
 
-def test_a_plot_has_words_for_those_who_do_not_see_it(run):
+def test_plot_has_a_text_alternative(run):
     alt = plot(classify.section([run(end=0.25)]), "cpu-train-error").alt
     assert "training error, % against epoch" in alt
     assert alt.endswith("weight norm, lr 0.003, n = 1: 81.3 to 25.")

@@ -1,4 +1,4 @@
-"""Records in, figures and tables and one page out."""
+"""Figures, tables, an HTML page and the tables of the documents, from records."""
 
 from weightnorm.lab.errors import ReportError
 from weightnorm.lab.reports.report import SECTIONS, ReportFiles, report

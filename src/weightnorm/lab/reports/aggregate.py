@@ -1,4 +1,4 @@
-"""From runs to numbers: mean, standard deviation and n over seeds. No words, no drawing."""
+"""Statistics over runs: mean, standard deviation and n over seeds, curves, epochs to a target."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class Stat:
         """
         if not self.n:
             return "—"
-        spread = f" ± {self.std * scale:.{digits}f}" if self.n > 1 else ""
+        spread = f" ± {self.std * abs(scale):.{digits}f}" if self.n > 1 else ""
         missing = f" (n = {self.n} of {self.runs})" if self.n < self.runs else ""
-        return f"{self.mean * scale:.{digits}f}{spread}{missing}"
+        mean = f"{self.mean * scale:.{digits}f}".replace("-", "−")
+        return f"{mean}{spread}{missing}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Curve:
 
 
 def finite_or_nan(value: Any) -> float:
-    """A finite number, or nan for whatever else a record may hold."""
+    """Return a value of a record as a float, nan if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
     try:
@@ -59,7 +60,7 @@ def finite_or_nan(value: Any) -> float:
 
 
 def stat(values: Iterable[Any]) -> Stat:
-    """Over the numbers among the values; the others count as runs without one."""
+    """Compute mean and standard deviation; values that are not finite only count in `runs`."""
     all_values = [finite_or_nan(value) for value in values]
     finite = [value for value in all_values if not math.isnan(value)]
     mean = float(np.mean(finite)) if finite else math.nan
@@ -68,10 +69,10 @@ def stat(values: Iterable[Any]) -> Stat:
 
 
 def curve(records: Iterable[RunRecord], metric: str) -> Curve:
-    """A metric over the epochs that have it.
+    """Compute the mean curve of a metric over epochs.
 
-    Where one run has it and another has not, the mean is nan, a gap: a line must not jump because
-    a run dropped out of it. A run that never has it is not counted.
+    Where one run has the metric and another does not, the mean is nan, so that the line has a gap
+    instead of a jump. Runs that never have the metric are not counted.
     """
     runs = [series(record, metric) for record in records]
     runs = [values for values in runs if values]
@@ -85,7 +86,7 @@ def curve(records: Iterable[RunRecord], metric: str) -> Curve:
 
 
 def series(record: RunRecord, metric: str) -> dict[float, float]:
-    """Epoch → value, where there is one."""
+    """Return epoch → value of a metric, without the epochs that lack it."""
     pairs = (
         (finite_or_nan(row.get("epoch", count)), finite_or_nan(row.get(metric)))
         for count, row in enumerate(record.metrics, 1)
@@ -94,22 +95,34 @@ def series(record: RunRecord, metric: str) -> dict[float, float]:
 
 
 def final(record: RunRecord, metric: str) -> float:
-    """A metric at the end of a run: its result's, else the newest row's."""
+    """Return the final value of a metric: from the result, else from the last epoch."""
     if record.result is not None and metric in record.result:
         return finite_or_nan(record.result[metric])
     return finite_or_nan(record.metrics[-1].get(metric)) if record.metrics else math.nan
 
 
+def epochs_to_reach(record: RunRecord, metric: str, target: float) -> float:
+    """Return the first epoch whose value is at most `target`, nan if there is none."""
+    reached = (epoch for epoch, value in series(record, metric).items() if value <= target)
+    return min(reached, default=math.nan)
+
+
+def common_target(records: Iterable[RunRecord], metric: str) -> float:
+    """Return the lowest value of a metric that every run reaches, nan if a run lacks the metric."""
+    lowest = [min(series(record, metric).values(), default=math.nan) for record in records]
+    return max(lowest, default=math.nan) if not any(map(math.isnan, lowest)) else math.nan
+
+
 def epoch_seconds(record: RunRecord) -> float:
-    """Mean time of an epoch."""
+    """Return the mean time of an epoch."""
     return stat(series(record, "seconds").values()).mean
 
 
 def best_rate(rates: dict[float, list[RunRecord]], metric: str, highest: bool = False) -> float:
-    """The learning rate whose finished runs end lowest in the mean, or highest.
+    """Return the learning rate whose finished runs have the lowest mean at the end, or highest.
 
-    A rate at which a run ended without a number comes after all others. While no run has finished,
-    the rate that has come furthest stands in.
+    Rates at which a run diverged rank last. If no run has finished, the rate with most epochs is
+    returned.
     """
 
     def rank(rate: float) -> tuple[bool, float, float, float]:

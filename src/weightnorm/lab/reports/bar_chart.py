@@ -1,4 +1,4 @@
-"""Bar charts: how much of something each peer takes, in groups."""
+"""Horizontal bar charts with intervals, in groups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from weightnorm.lab.reports.document import BarChart
 from weightnorm.lab.reports.style import INK
 
 WIDTH, BAR, GROUP, LINE, FRAME = 6.4, 0.24, 0.34, 0.16, 0.8
-"""Inches: of the figure, and high: a bar, a group's name, each further line of it, the frame."""
+"""Inches: width of the figure; heights of a bar, a heading, its further lines, the frame."""
 LETTERS = 80
-"""That fit on a line."""
+"""Characters that fit on a line of a heading."""
 
 
 def bar_figure(bars: BarChart) -> Figure:
-    """BarChart from the top down, each group under its name; a dashed line where the base is."""
+    """Draw the groups from top to bottom, with a dashed line at the reference."""
     count = sum(len(group.bars) for group in bars.groups)
     titles = [wrap(group.name, LETTERS) for group in bars.groups]
     extra = [LINE * (len(lines) - 1) for lines in titles]
@@ -34,7 +34,7 @@ def bar_figure(bars: BarChart) -> Figure:
     down = 0.0
     for group, lines, more in zip(bars.groups, titles, extra, strict=True):
         down += (GROUP + more) / BAR
-        # From the figure's left edge on, and without a say in how wide the axes are.
+        # Starts at the left edge of the figure and is ignored by the layout of the axes.
         bold: dict[str, Any] = {"weight": "bold", "transform": across, "backgroundcolor": "white"}
         axes.text(0.01, down - 0.25 - more / BAR / 2, "\n".join(lines), **bold, **label)
         axes.plot([1, 1], [down + 0.5, down + len(group.bars) + 0.5], "--", color=INK, linewidth=1)

@@ -1,4 +1,4 @@
-"""The page of claims: a row for each, and the figures of the empirical ones."""
+"""Report section of the paper's claims: verdicts, measurements and figures."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SIZES = {
 
 
 def section(records: list[RunRecord]) -> Section:
-    """A part for each size of the measurement."""
+    """Describe all measurements of the claims, one part for each size."""
     parts = tuple(part(record) for record in sorted(records, key=lambda r: r.preset))
     intro = (
-        "What the paper states about weight normalization, measured. The rule behind a verdict is "
-        "fixed in code; square brackets are 95 % bootstrap intervals."
+        "What the paper states about weight normalization, measured. The criterion of each verdict "
+        "is fixed in code; square brackets are 95 % bootstrap intervals."
     )
     return Section("The paper's claims", intro, parts)
 
@@ -36,18 +36,19 @@ def part(record: RunRecord) -> Section:
     table = Table(f"{len(rows)} claims: {tally}", HEAD, tuple(map(cells, rows)), numeric=False)
     seen = [in_figures(record.preset, row) for row in rows if row.get("figures")]
     title = f"Claims: {record.preset}"
-    return Section(title, SIZES.get(record.preset, ""), (table, *seen))
+    found = (f"{len(rows)} claims ({record.preset}): {tally}.",)
+    return Section(title, SIZES.get(record.preset, ""), (table, *seen), found)
 
 
 def in_figures(preset: str, row: Row) -> Section:
-    """A claim's row once more, and below it what it styles like."""
+    """Describe one claim with its figures."""
     table = Table("", HEAD[1:], (cells(row)[1:],), numeric=False)
     plots = (plot(preset, row, shown) for shown in row["figures"])
     return Section(f"Claim {row['number']}", f"{row['statement']}.", (table, *plots))
 
 
 def newest(record: RunRecord) -> list[Row]:
-    """Each claim's last row, by number."""
+    """Return the last row of each claim, by number."""
     rows = {row["number"]: row for row in record.metrics if isinstance(row.get("number"), int)}
     return [rows[number] for number in sorted(rows)]
 
@@ -59,7 +60,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def plot(preset: str, row: Row, shown: dict[str, Any]) -> Plot:
-    styles = drawn_as([series["name"] for series in shown["series"]])
+    styles = line_styles([series["name"] for series in shown["series"]])
     lines = tuple(map(line, shown["series"], styles))
     bands = " Band: 95 % interval of the mean." if any(one.low for one in lines) else ""
     return Plot(
@@ -74,9 +75,12 @@ def plot(preset: str, row: Row, shown: dict[str, Any]) -> Plot:
     )
 
 
-def drawn_as(names: list[str]) -> list[Style]:
-    """A parameterization styles as everywhere, whatever stands behind a comma; what else there is
-    styles like a parameterization that is not in the figure."""
+def line_styles(names: list[str]) -> list[Style]:
+    """Return the style of each line.
+
+    The name up to a comma is a parameterization, which has its usual style; any other line takes
+    the style of a parameterization that is not in the figure.
+    """
     kinds = [name.partition(",")[0] for name in names]
     free = cycle([style for kind, style in STYLES.items() if kind not in kinds] or STYLES.values())
     styles = []

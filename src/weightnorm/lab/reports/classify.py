@@ -1,5 +1,4 @@
-"""The section of experiment 1, CIFAR-10 classification: the paper's figure, its table, its words
-on speed and on the length of v."""
+"""Report section of experiment 1, CIFAR-10 classification: figure 1, errors, ‖v‖, time."""
 
 from __future__ import annotations
 
@@ -9,7 +8,13 @@ from weightnorm.lab.reports.document import Plot, Section, Table, slug
 from weightnorm.lab.reports.provenance import config_values, deviations, settings
 from weightnorm.lab.reports.run_grid import RunGrid, finished, run_grids
 from weightnorm.lab.reports.style import STYLES, ordered, style_of
-from weightnorm.lab.reports.tables import times, unfinished
+from weightnorm.lab.reports.tables import (
+    epochs_sentence,
+    epochs_table,
+    final_values,
+    times,
+    unfinished,
+)
 from weightnorm.lab.runs.records import RunRecord
 
 PAPER_ERROR = {
@@ -33,7 +38,7 @@ NO_RUNS = ("—",) * 5
 
 
 def section(records: list[RunRecord]) -> Section:
-    """Experiment 1, a part for each preset."""
+    """Describe experiment 1, one part for each preset."""
     return Section(
         "Classification with five parameterizations",
         "ConvPool-CNN-C trained in five parameterizations (section 5.1 of the paper), each at the "
@@ -43,7 +48,7 @@ def section(records: list[RunRecord]) -> Section:
 
 
 def part(runs: RunGrid) -> Section:
-    """Everything about the runs of one preset."""
+    """Describe the runs of one preset."""
 
     def curves(metric: str, title: str, y: str, percent: bool = False) -> Plot:
         drawn = best_lines(runs, metric, scale=100 if percent else 1)
@@ -54,6 +59,7 @@ def part(runs: RunGrid) -> Section:
         curves("train_error", "Training error (the paper's figure 1)", "training error, %", True),
         curves("test_error", "Test error", "test error, %", True),
         errors(runs),
+        *epochs_table(runs, "train_error", "training error in %", 100),
         *unfinished(runs),
         curves("v_norm", "Length of v", "‖v‖, mean over units"),
         curves("effective_step", "Effective step", "g/‖v‖, mean over units"),
@@ -61,34 +67,47 @@ def part(runs: RunGrid) -> Section:
         times(runs, PAPER_TIME),
         settings(runs.records),
     ]
-    shown = (item for item in content if isinstance(item, Table) or item.lines)
-    data = "CIFAR-10" if _cifar10(runs) else "Digits, not CIFAR-10"
-    intro = f"{data}. {len(finished(runs.records))} of {len(runs.records)} runs are finished."
-    return Section(f"classify: {runs.label}", intro, tuple(shown))
+    visible = (item for item in content if isinstance(item, Table) or item.lines)
+    title = f"classify: {runs.label}"
+    return Section(title, f"{_data(runs)}. {runs.progress}", tuple(visible), findings(runs))
+
+
+def findings(runs: RunGrid) -> tuple[str, ...]:
+    """Summarize the final errors in a sentence."""
+    if not runs.best_finished:
+        return ()
+    epochs = " or ".join(sorted(config_values(runs.records, "epochs")))
+    train = final_values(runs, "train_error", 100, digits=1)
+    test = final_values(runs, "test_error", 100, digits=1)
+    return (
+        f"{_data(runs)} ({runs.label}), {epochs} epochs: final training error in %: {train}; "
+        f"test error: {test}.",
+        *epochs_sentence(runs, "train_error", "training error in %", 100),
+    )
 
 
 def errors(runs: RunGrid) -> Table:
-    """Errors at the end, beside the paper's and the published ones where these are comparable."""
+    """Tabulate final errors, beside the paper's and the published ones where comparable."""
     cifar10 = _cifar10(runs)
     rows: list[tuple[str, ...]] = []
     for kind in ordered({*runs.best, *(STYLES if cifar10 else ())}):
         test, train, n, *how = _ends(*runs.best[kind]) if kind in runs.best else NO_RUNS
-        rows.append((style_of(kind).name, test, n, PAPER_ERROR.get(kind, "—"), train, *how))
+        rows.append((style_of(kind).name, train, test, n, PAPER_ERROR.get(kind, "—"), *how))
     for name, error in PUBLISHED_ERROR.items() if cifar10 else ():
-        rows.append((f"{name} (published)", "—", "—", error, "—", "—", "—"))
+        rows.append((f"{name} (published)", "—", "—", "—", error, "—", "—"))
     head: tuple[str, ...]
-    head = ("parameterization", "test error, %", "n", "paper, %", "training error, %", *HOW)
+    head = ("parameterization", "training error, %", "test error, %", "n", "paper, test, %", *HOW)
     notes = ["Mean ± standard deviation over n finished runs, at the last epoch."]
     if not cifar10:
-        notes.append("The paper's and the published errors are of CIFAR-10, so not shown here.")
-        head, *rows = [(*row[:3], *row[4:]) for row in (head, *rows)]
+        notes.append("The paper's and the published errors are for CIFAR-10, so not shown here.")
+        head, *rows = [(*row[:4], *row[5:]) for row in (head, *rows)]
     elif other := deviations(runs.records, PAPER_SIZE):
         notes.append(f"The paper's runs: width 1, 200 epochs, all training data. These: {other}.")
     return Table("Errors", head, tuple(rows), tuple(notes))
 
 
 def learning_rates(runs: RunGrid) -> list[Plot | Table]:
-    """What the learning rate does to the end of training, if more than one was tried."""
+    """Show final errors by learning rate, if more than one was tried."""
     if not any(len(rates) > 1 for rates in runs.grid.values()):
         return []
     made = {
@@ -125,6 +144,10 @@ def _ends(rate: float, records: list[RunRecord]) -> tuple[str, str, str, str, st
     test, train = (stat(final(r, metric) for r in done) for metric in ("test_error", "train_error"))
     epochs = " or ".join(sorted(config_values(records, "epochs")))
     return test.text(100), train.text(100), str(len(done)), f"{rate:g}", epochs
+
+
+def _data(runs: RunGrid) -> str:
+    return "CIFAR-10" if _cifar10(runs) else "Digits, not CIFAR-10"
 
 
 def _cifar10(runs: RunGrid) -> bool:

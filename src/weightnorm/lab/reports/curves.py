@@ -1,16 +1,16 @@
-"""Lines of a plot from groups of runs: finished ones as mean and band, unfinished ones dashed."""
+"""Lines of a plot from groups of runs: mean and band of finished runs, dashed unfinished ones."""
 
 from __future__ import annotations
 
 from weightnorm.lab.reports.aggregate import Curve, curve, final, stat
 from weightnorm.lab.reports.document import Line
 from weightnorm.lab.reports.run_grid import RunGrid, finished
-from weightnorm.lab.reports.style import Style, style_of
+from weightnorm.lab.reports.style import Style
 from weightnorm.lab.runs.records import RunRecord
 
 
 def line_caption(drawn: tuple[Line, ...]) -> str:
-    """How to read the lines."""
+    """Explain the lines, bands and dashes of a plot."""
     words = ["line: mean over n finished runs"] * any(not line.unfinished for line in drawn)
     words += ["band: ± standard deviation"] * any(line.spread for line in drawn)
     words += ["dashed: not finished"] * any(line.unfinished for line in drawn)
@@ -21,7 +21,7 @@ def line_caption(drawn: tuple[Line, ...]) -> str:
 def lines(
     records: list[RunRecord], metric: str, style: Style, name: str, scale: float = 1
 ) -> list[Line]:
-    """The finished runs as one line, each unfinished one as its own; none without the metric."""
+    """Return one line for the finished runs and one for each unfinished run that has the metric."""
     done = curve(finished(records), metric)
     drawn = [_line(done, f"{name}, n = {done.n}", style, scale)] if done.n else []
     for record in records:
@@ -32,18 +32,18 @@ def lines(
 
 
 def best_lines(runs: RunGrid, metric: str, scale: float = 1) -> tuple[Line, ...]:
-    """A metric over epochs, for each parameterization at its best learning rate."""
+    """Return a metric over epochs, for each parameterization at its best learning rate."""
     return tuple(
         line
         for kind, (rate, records) in runs.best.items()
         for line in lines(
-            records, metric, style_of(kind), f"{style_of(kind).name}, lr {rate:g}", scale
+            records, metric, runs.style(kind), f"{runs.name(kind)}, lr {rate:g}", scale
         )
     )
 
 
 def rate_lines(runs: RunGrid, metric: str, scale: float = 1) -> tuple[Line, ...]:
-    """A metric at the end of finished runs against the learning rate."""
+    """Return the final value of a metric against the learning rate, over finished runs."""
     drawn = []
     for kind, rates in runs.grid.items():
         ends = {r: stat(final(x, metric) for x in finished(rates[r])) for r in rates if r > 0}
@@ -54,15 +54,14 @@ def rate_lines(runs: RunGrid, metric: str, scale: float = 1) -> tuple[Line, ...]
         n = "–".join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))
         mean = tuple(scale * end.mean for end in ends.values())
         spread = tuple(abs(scale) * end.std if end.n > 1 else 0.0 for end in ends.values())
-        name = f"{style_of(kind).name}, n = {n} at each rate"
-        drawn.append(
-            Line(name, style_of(kind), tuple(ends), mean, spread if counts[-1] > 1 else ())
-        )
+        name = f"{runs.name(kind)}, n = {n} at each rate"
+        band = spread if counts[-1] > 1 else ()
+        drawn.append(Line(name, runs.style(kind), tuple(ends), mean, band))
     return tuple(drawn)
 
 
 def progress(record: RunRecord) -> str:
-    """How far an unfinished run has come."""
+    """Return how many epochs of an unfinished run are done."""
     return f"epoch {len(record.metrics)} of {record.config.get('epochs', '?')}"
 
 

@@ -1,4 +1,4 @@
-"""What a report says, as plain values: sections of plots, pictures, tables. Not drawn here."""
+"""Content of a report as plain values: sections of plots, pictures and tables."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from weightnorm.lab.reports.style import Style
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a plot: y over x, with a band around it: ± spread, or from low to high."""
+    """A line of a plot: y over x, with a band of ± spread, or from low to high."""
 
     name: str
     style: Style
     x: tuple[float, ...]
     y: tuple[float, ...]
     spread: tuple[float, ...] = ()
-    """Half the band's width at each x; empty for no band."""
+    """Half the width of the band at each x; empty for no band."""
     unfinished: bool = False
-    """Dashed: the run has not come to its end."""
+    """Whether the run is unfinished; drawn dashed."""
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
-    """The band's edges, where it is not even; empty for no such band."""
+    """Edges of an asymmetric band; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,20 @@ class Plot:
     """A figure with one pair of axes."""
 
     name: str
-    """Its file name, without the ending."""
+    """File name without extension."""
     title: str
     caption: str
     x: str
     y: str
     lines: tuple[Line, ...]
     log_x: bool = False
-    """Logarithmic; else x counts epochs."""
+    """Whether x is logarithmic; else it counts epochs."""
     log_y: bool = False
     from_zero: bool = False
 
     @property
     def alt(self) -> str:
-        """The plot in words, for those who do not see it."""
+        """Text alternative: first and last value of each line."""
         ends = []
         for line in self.lines:
             known = [y for y in line.y if math.isfinite(y)]
@@ -57,16 +57,16 @@ class Plot:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Something to look at, pixel by pixel: one frame, or several that move."""
+    """An image, or an animation if there are several frames."""
 
     name: str
-    """Its file name, without the ending."""
+    """File name without extension."""
     title: str
     caption: str
     frames: NDArray[np.uint8]
-    """(frames, height, width) in grey, or (frames, height, width, 3) in color."""
+    """(frames, height, width) in grayscale, or (frames, height, width, 3) in color."""
     seconds: float = 0.1
-    """For each frame."""
+    """Duration of a frame."""
 
     @property
     def alt(self) -> str:
@@ -75,7 +75,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Bar:
-    """A value and its interval."""
+    """A bar of a chart: a value and its interval."""
 
     name: str
     style: Style
@@ -86,7 +86,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarGroup:
-    """BarChart that belong together."""
+    """Bars under one heading."""
 
     name: str
     bars: tuple[Bar, ...]
@@ -94,10 +94,10 @@ class BarGroup:
 
 @dataclass(frozen=True)
 class BarChart:
-    """A bar chart of ratios; what they are ratios to is at 1."""
+    """A bar chart of ratios, with a line at 1, the reference."""
 
     name: str
-    """Its file name, without the ending."""
+    """File name without extension."""
     title: str
     caption: str
     x: str
@@ -113,32 +113,34 @@ class BarChart:
 
 
 FigureSpec = Plot | BarChart | Picture
-"""Whatever becomes a file."""
+"""Description of a figure; figures.py renders it to files."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table; the first cell of a row names it."""
+    """A table; the first cell of a row is its heading."""
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
     numeric: bool = True
-    """Cells are numbers, to be set right; else words."""
+    """Whether cells are numbers, aligned right; else text."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A title, some words, and what is shown below them."""
+    """A title, an introduction, and the figures, tables and subsections below them."""
 
     title: str
     intro: str
     content: tuple[FigureSpec | Table | Section, ...] = ()
+    findings: tuple[str, ...] = ()
+    """Sentences for the summary: what was found, with numbers."""
 
     @property
     def figures(self) -> tuple[FigureSpec, ...]:
-        """Every figure, at any depth, in order."""
+        """All figures, at any depth, in order."""
         found: list[FigureSpec] = []
         for item in self.content:
             if isinstance(item, FigureSpec):
@@ -147,13 +149,19 @@ class Section:
                 found.extend(item.figures)
         return tuple(found)
 
+    @property
+    def all_findings(self) -> tuple[str, ...]:
+        """The findings of this section and all below it, in order."""
+        below = [item.all_findings for item in self.content if isinstance(item, Section)]
+        return (*self.findings, *(sentence for sentences in below for sentence in sentences))
+
 
 LONGEST = 150
-"""Characters; file systems take no more than 255."""
+"""Characters; file systems allow 255."""
 
 
 def slug(text: str) -> str:
-    """Text as a file name or anchor.
+    """Convert text to a file name or anchor.
 
     >>> slug("classify cpu+epochs=3 ‖v‖")
     'classify-cpu-epochs-3-v'

@@ -1,18 +1,19 @@
-"""The section of experiment 4, DQN: the paper's figure and table, what the agent expects, how fast
-it plays, and a game to watch."""
+"""Report section of experiment 4, DQN: figure 4, scores, values, speed, recorded games."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from weightnorm.lab.reports.aggregate import epoch_seconds, final, finite_or_nan, stat
+from weightnorm.lab.reports.aggregate import epoch_seconds, final, finite_or_nan, series, stat
 from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Line, Picture, Plot, Section, Table, slug
 from weightnorm.lab.reports.pictures import load_arrays
 from weightnorm.lab.reports.provenance import MACHINE, deviations, differing_fields, settings
 from weightnorm.lab.reports.run_grid import RunGrid, finished, grouped, label
 from weightnorm.lab.reports.style import Style, ordered, style_of
-from weightnorm.lab.reports.tables import unfinished
+from weightnorm.lab.reports.tables import final_values, unfinished
 from weightnorm.lab.runs.records import RunRecord
 
 METRIC = "best_score"
@@ -32,22 +33,22 @@ PAPER_SIZE = {
 }
 RANDOM = Style("random play", "#cc79a7", "x")
 SECONDS = 4 / 60
-"""Of an agent's step: four frames."""
+"""Duration of an agent's step: four frames."""
 
 
 def section(records: list[RunRecord]) -> Section:
-    """Experiment 4, a part for each preset."""
+    """Describe experiment 4, one part for each preset."""
     return Section(
         "Reinforcement learning: DQN",
         "Deep Q-networks on Atari games (section 5.4 of the paper). A score is the mean return of "
-        "the games of a test phase, rewards as the game gives them; an agent's is its best over "
-        "the epochs, and that chooses the learning rate, too.",
+        "the games of a test phase, with unclipped rewards. The result of a run is the best score "
+        "over its epochs, as in the paper; it also decides which learning rate is best.",
         tuple(part(*group) for group in sorted(grouped(records, label).items())),
     )
 
 
 def part(preset: str, records: list[RunRecord]) -> Section:
-    """The runs of one preset: a table of all games, then each."""
+    """Describe the runs of one preset: a table of all games, then each game."""
     games = [
         RunGrid(f"{preset} {name}", runs, METRIC, highest=True)
         for name, runs in sorted(grouped(records, game).items())
@@ -58,7 +59,7 @@ def part(preset: str, records: list[RunRecord]) -> Section:
 
 
 def of_game(runs: RunGrid) -> Section:
-    """Everything about the runs of one game."""
+    """Describe the runs of one game."""
 
     def curves(metric: str, title: str, y: str) -> Plot:
         drawn = best_lines(runs, metric)
@@ -67,26 +68,33 @@ def of_game(runs: RunGrid) -> Section:
 
     content: list[Plot | Picture | Table] = [
         figure_4(runs),
-        curves("train_score", "Score while learning", "mean return in learning"),
-        curves("mean_q", "What the agent expects", "max Q, mean over held-out states"),
+        curves("train_score", "Score in training", "mean return in training"),
+        phases(runs),
+        curves("mean_q", "Estimated values", "max Q, mean over held-out states"),
         curves("loss", "Loss", "Huber loss of a transition"),
         *game_pictures(runs),
         *learning_rates(runs),
         *unfinished(runs),
         speeds(runs),
     ]
-    shown = (item for item in content if not isinstance(item, Plot) or item.lines)
+    visible = (item for item in content if not isinstance(item, Plot) or item.lines)
     name = game(runs.records[0])
-    words = f"{len(finished(runs.records))} of {len(runs.records)} runs are finished."
-    words += "" if name in PUBLISHED else " The paper does not have this game."
-    return Section(title(name), words, tuple(shown))
+    words = runs.progress + ("" if name in PUBLISHED else " The paper does not have this game.")
+    return Section(title(name), words, tuple(visible), findings(runs))
 
 
-# — numbers —
+def findings(runs: RunGrid) -> tuple[str, ...]:
+    """Summarize the best scores in a sentence."""
+    if not runs.best_finished:
+        return ()
+    random = stat(final(record, "random_score") for record in finished(runs.records))
+    values = final_values(runs, METRIC, digits=0)
+    place = f"{title(game(runs.records[0]))} ({runs.label.partition(' ')[0]})"
+    return (f"{place}: best epoch's score: {values}; random play {random.text(digits=0)}.",)
 
 
 def scores(games: list[RunGrid]) -> Table:
-    """The best score of each game and parameterization, beside the published ones."""
+    """Tabulate the best score of each game and parameterization, beside the published ones."""
     kinds = ordered({kind for runs in games for kind in runs.grid})
     rows = []
     for runs in games:
@@ -102,8 +110,45 @@ def scores(games: list[RunGrid]) -> Table:
     return Table("Scores", ("game", *names, "random play", *papers), tuple(rows), tuple(notes))
 
 
+def phases(runs: RunGrid) -> Table:
+    """Tabulate scores over parts of training: single epochs are noisy."""
+
+    def mean(metric: str, start: int, stop: int | None = None) -> Callable[[RunRecord], float]:
+        def over(record: RunRecord) -> float:
+            values = [*series(record, metric).values()]
+            first = start if start < 0 else start * len(values) // 2
+            last = stop if stop is None else stop * len(values) // 2
+            return stat(values[first:last]).mean
+
+        return over
+
+    columns: dict[str, Callable[[RunRecord], float]] = {
+        "best epoch": lambda record: final(record, METRIC),
+        "first half": mean("score", 0, 1),
+        "second half": mean("score", 1),
+        "last five": mean("score", -5),
+        "last epoch": lambda record: final(record, "score"),
+        "training, last five": mean("train_score", -5),
+    }
+    rows = tuple(
+        (
+            runs.name(kind),
+            *(stat(map(column, done)).text(digits=0) for column in columns.values()),
+            str(len(done)),
+            f"{runs.best[kind][0]:g}",
+        )
+        for kind, done in runs.best_finished.items()
+    )
+    head = ("parameterization", *columns, "n", "lr")
+    notes = (
+        "Mean score of the test phases of these epochs, and in training of the last five; mean ± "
+        "standard deviation over n finished runs.",
+    )
+    return Table("Scores over training", head, rows, notes)
+
+
 def figure_4(runs: RunGrid) -> Plot:
-    """Scores over epochs, and that of random play."""
+    """Plot scores over epochs, with the score of random play."""
     drawn = best_lines(runs, "score")
     caption = line_caption(drawn)
     random = stat(final(record, "random_score") for record in finished(runs.records))
@@ -116,7 +161,7 @@ def figure_4(runs: RunGrid) -> Plot:
 
 
 def learning_rates(runs: RunGrid) -> list[Plot]:
-    """What the learning rate does to the best score, if more than one was tried."""
+    """Plot the best score by learning rate, if more than one was tried."""
     if not any(len(rates) > 1 for rates in runs.grid.values()):
         return []
     drawn = rate_lines(runs, METRIC)
@@ -127,13 +172,13 @@ def learning_rates(runs: RunGrid) -> list[Plot]:
 
 
 def speeds(runs: RunGrid) -> Table:
-    """Steps of the agent in a second, learning and testing together."""
+    """Tabulate steps of the agent per second, over training and testing."""
     done = {kind: finished(records) for kind, (_, records) in runs.best.items()}
     found = {kind: stat(map(_speed, records)) for kind, records in done.items()}
     standard = found.get("standard", stat([]))
     rows = tuple(
         (
-            style_of(kind).name,
+            runs.name(kind),
             speed.text(digits=1),
             f"{speed.mean / standard.mean:.2f}" if speed.n and standard.n else "—",
             str(speed.runs),
@@ -141,8 +186,8 @@ def speeds(runs: RunGrid) -> Table:
         for kind, speed in found.items()
     )
     notes = ["Mean ± standard deviation over n finished runs."]
-    if differing := differing_fields(finished(runs.records), MACHINE):
-        notes.append(f"Runs differ in {', '.join(differing)}: their times do not compare.")
+    if names := differing_fields(finished(runs.records), MACHINE):
+        notes.append(f"Runs differ in {', '.join(names)}: their times are not comparable.")
     head = ("parameterization", "steps per second", "relative to standard", "n")
     return Table("Speed", head, rows, tuple(notes))
 
@@ -159,25 +204,19 @@ def _score(rate: float, records: list[RunRecord]) -> str:
     return f"{best.text(digits=0)} (lr {rate:g}, n = {len(done)})" if done else "—"
 
 
-# — a game —
-
-
 def game_pictures(runs: RunGrid) -> list[Picture]:
-    """A game as one agent of each parameterization plays it at the end."""
+    """Show a recorded game of one agent of each parameterization."""
     made = []
     for kind, (_, records) in runs.best.items():
         for record in sorted(finished(records), key=lambda r: finite_or_nan(r.config.get("seed"))):
             frames = load_arrays(record, "game").get("frames", np.empty(0)).astype(np.uint8)
             if frames.ndim == 4 and frames.shape[0] and frames.shape[3] == 3:
-                name, of = slug(f"dqn {runs.label} {kind} game"), style_of(kind).name
+                name, of = slug(f"dqn {runs.label} {kind} game"), runs.name(kind)
                 seed = record.config.get("seed", "?")
-                words = f"The agent of seed {seed} after its last epoch, from the start of a game."
+                words = f"Seed {seed}, after the last epoch, from the start of a game."
                 made.append(Picture(name, f"A game: {of}", words, frames, SECONDS))
                 break
     return made
-
-
-# — words —
 
 
 def game(record: RunRecord) -> str:
@@ -185,7 +224,7 @@ def game(record: RunRecord) -> str:
 
 
 def title(name: str) -> str:
-    """A game's name as people write it.
+    """Return a game's name with capitals.
 
     >>> title("space-invaders")
     'Space Invaders'

@@ -1,23 +1,28 @@
-"""The section of experiment 3, DRAW: the paper's figure, how many epochs weight norm saves, and
-drawings to look at."""
+"""Report section of experiment 3, DRAW: figure 3, bounds, ‖w‖, samples and drawings."""
 
 from __future__ import annotations
 
 import math
-from itertools import permutations
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weightnorm.lab.reports.aggregate import final, finite_or_nan, series, stat
+from weightnorm.lab.reports.aggregate import final, finite_or_nan, stat
 from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Picture, Plot, Section, Table, slug
 from weightnorm.lab.reports.pictures import image_grid, load_arrays
 from weightnorm.lab.reports.provenance import config_values, deviations, settings
-from weightnorm.lab.reports.run_grid import RunGrid, finished, run_grids
-from weightnorm.lab.reports.style import style_of
-from weightnorm.lab.reports.tables import times, unfinished
+from weightnorm.lab.reports.run_grid import RunGrid, finished, grouped, label, parameterization
+from weightnorm.lab.reports.style import STYLES, Style
+from weightnorm.lab.reports.tables import (
+    epochs_sentence,
+    epochs_table,
+    final_values,
+    times,
+    unfinished,
+)
 from weightnorm.lab.runs.records import RunRecord
 
 METRIC = "test_negative_elbo"
@@ -28,57 +33,101 @@ CITED = (
 )
 USUAL = {"steps": "64", "hidden": "256", "epochs": "100", "limit": "none", "attention": "True"}
 ZOOM = 4
-"""Pixels of a picture for each pixel of a drawing, so that a thin square fits around some."""
+"""Enlargement of drawings, so that a box of one pixel width is thin."""
 COLUMNS, FRAMES = 10, 32
-"""Of samples, and steps of a drawing that are shown side by side; and of one that moves."""
+"""Columns of still images; frames of an animation."""
 LAST = 10
-"""How many times longer the end of a moving drawing is shown."""
+"""How many times longer the last frame of an animation is shown."""
 SQUARE = np.array([213, 94, 0], np.uint8)
 
 Pixels = NDArray[np.uint8]
 
 
+G_STYLES = {
+    "standard": STYLES["standard"],
+    "weight-norm": replace(STYLES["weight-norm"], name="weight norm, g = ‖v‖"),
+    "weight-norm g=one-except-windows": Style(
+        "weight norm, g = 1 except windows", STYLES["weight-norm-mean-only"].color, "v"
+    ),
+    "weight-norm g=one": Style("weight norm, g = 1", STYLES["batch-norm"].color, "s"),
+}
+"""Weight norm has one curve for each initial g."""
+
+
 def section(records: list[RunRecord]) -> Section:
-    """Experiment 3, a part for each preset."""
+    """Describe experiment 3, one part for each preset."""
+    grids = [
+        RunGrid(name, runs, "train_negative_elbo", kind=kind, styles=G_STYLES)
+        for name, runs in sorted(grouped(records, label_without_g).items())
+    ]
     return Section(
         "Generative modelling: DRAW",
         "DRAW on binarized MNIST, standard and with every weight vector normalized (section 5.3 of "
         "the paper). The bound is the ELBO, a lower bound on the log-likelihood, in nats: higher "
-        "is better.",
-        tuple(map(part, run_grids(records, metric="train_negative_elbo"))),
+        "is better. g is the initial length of the weight vectors.",
+        tuple(map(part, grids)),
     )
 
 
-def part(runs: RunGrid) -> Section:
-    """Everything about the runs of one preset."""
+def kind(record: RunRecord) -> str:
+    """Return the parameterization, with the initial g of weight norm unless it is ‖v‖."""
+    name, g = parameterization(record), record.config.get("initial_g", "norm")
+    return name if g == "norm" or name != "weight-norm" else f"{name} g={g}"
 
-    def curves(metric: str, title: str) -> Plot:
-        drawn = best_lines(runs, metric, scale=-1)
+
+def label_without_g(record: RunRecord) -> str:
+    """Return the label without the initial g, which is a curve of its own.
+
+    >>> from pathlib import Path
+    >>> folder = Path("runs/draw/cpu+epochs=3,initial-g=one/weight-norm/lr-0.001/seed-1")
+    >>> label_without_g(RunRecord(folder, "draw", "cpu", {}))
+    'cpu+epochs=3'
+    """
+    preset, _, changes = label(record).partition("+")
+    others = [change for change in changes.split(",") if not change.startswith("initial-g=")]
+    return f"{preset}+{','.join(others)}" if any(others) else preset
+
+
+def part(runs: RunGrid) -> Section:
+    """Describe the runs of one preset."""
+
+    def curves(metric: str, title: str, y: str = "bound, nats", scale: float = -1) -> Plot:
+        drawn = best_lines(runs, metric, scale)
         name = slug(f"draw {runs.label} {metric}")
-        return Plot(name, title, line_caption(drawn), "epoch", "bound, nats", drawn)
+        return Plot(name, title, line_caption(drawn), "epoch", y, drawn)
 
     content: list[Plot | Picture | Table] = [
         curves(METRIC, "Bound on the test set (the paper's figure 3)"),
         curves("train_negative_elbo", "Bound on the training set"),
         bounds(runs),
-        *epochs_to_same_bound(runs),
+        *epochs_table(runs, METRIC, "test bound", -1),
+        curves("w_norm", "Length of the weight vectors", "‖w‖, mean over units", 1),
+        curves("v_norm", "Length of v", "‖v‖, mean over units", 1),
         *unfinished(runs),
         *pictures(runs),
         *learning_rates(runs),
         times(runs),
         settings(runs.records),
     ]
-    shown = (item for item in content if not isinstance(item, Plot) or item.lines)
-    data = "Binarized MNIST" if _mnist(runs) else "Digits, not MNIST"
-    intro = f"{data}. {len(finished(runs.records))} of {len(runs.records)} runs are finished."
-    return Section(f"draw: {runs.label}", intro, tuple(shown))
+    visible = (item for item in content if not isinstance(item, Plot) or item.lines)
+    title = f"draw: {runs.label}"
+    return Section(title, f"{_data(runs)}. {runs.progress}", tuple(visible), findings(runs))
 
 
-# — numbers —
+def findings(runs: RunGrid) -> tuple[str, ...]:
+    """Summarize the final bounds in a sentence."""
+    if not runs.best_finished:
+        return ()
+    epochs = " or ".join(sorted(config_values(runs.records, "epochs")))
+    values = final_values(runs, METRIC, -1, digits=1)
+    return (
+        f"{_data(runs)} ({runs.label}), {epochs} epochs: test bound in nats: {values}.",
+        *epochs_sentence(runs, METRIC, "test bound", -1),
+    )
 
 
 def bounds(runs: RunGrid) -> Table:
-    """Bounds at the end, beside the published one where it is comparable."""
+    """Tabulate final bounds, beside the published one where comparable."""
     rows: list[tuple[str, ...]] = []
     for kind, (rate, records) in runs.best.items():
         done = finished(records)
@@ -88,42 +137,20 @@ def bounds(runs: RunGrid) -> Table:
         )
         epochs = " or ".join(sorted(config_values(records, "epochs")))
         words = (test.text(), str(len(done)), "—", train.text(), kl.text(), f"{rate:g}", epochs)
-        rows.append((style_of(kind).name, *words))
+        rows.append((runs.name(kind), *words))
     head = ("parameterization", "test bound", "n", "published", "training bound", "KL, test")
     notes = ["Nats; mean ± standard deviation over n finished runs, at the last epoch."]
     if _mnist(runs):
         rows.append(PUBLISHED)
         notes.append(CITED)
         if other := deviations(runs.records, USUAL):
-            notes.append(f"Usual: 64 steps, 256 units, 100 epochs, all data. These: {other}.")
+            usual = "64 steps, 256 units, 100 epochs, all data"
+            notes.append(f"The paper's runs: {usual}. These: {other}.")
     return Table("Bounds", (*head, "lr", "epochs"), tuple(rows), tuple(notes))
 
 
-def epochs_to_same_bound(runs: RunGrid) -> list[Table]:
-    """When each parameterization reaches the bound that the other ends with."""
-    done = {kind: finished(records) for kind, (_, records) in runs.best.items()}
-    rows = []
-    for kind, other in permutations([kind for kind in done if done[kind]], 2):
-        end = stat(final(record, METRIC) for record in done[other])
-        there = stat(reached(record, end.mean) for record in done[kind])
-        theirs = stat(finite_or_nan(record.config.get("epochs")) for record in done[other])
-        saved = f"{theirs.mean - there.mean:.1f}" if there.complete and theirs.complete else "—"
-        bound = stat([-end.mean]).text()
-        row = (style_of(kind).name, f"{style_of(other).name}'s last, {bound}", there.text(digits=1))
-        rows.append((*row, saved, str(there.runs)))
-    head = ("parameterization", "bound to reach", "epochs to reach it", "epochs sooner", "n")
-    notes = ("Mean ± standard deviation over n finished runs. —: not by all of them.",)
-    return [Table("Epochs to the same bound", head, tuple(rows), notes)] if rows else []
-
-
-def reached(record: RunRecord, target: float) -> float:
-    """The first epoch whose test bound is as good; nan if none is."""
-    good = (epoch for epoch, value in series(record, METRIC).items() if value <= target)
-    return min(good, default=math.nan)
-
-
 def learning_rates(runs: RunGrid) -> list[Plot]:
-    """What the learning rate does to the end of training, if more than one was tried."""
+    """Plot the final bound by learning rate, if more than one was tried."""
     if not any(len(rates) > 1 for rates in runs.grid.values()):
         return []
     drawn = rate_lines(runs, METRIC, scale=-1)
@@ -132,15 +159,16 @@ def learning_rates(runs: RunGrid) -> list[Plot]:
     return [Plot(name, title, line_caption(drawn), x, y, drawn, log_x=True)]
 
 
+def _data(runs: RunGrid) -> str:
+    return "Binarized MNIST" if _mnist(runs) else "Digits, not MNIST"
+
+
 def _mnist(runs: RunGrid) -> bool:
     return set(config_values(runs.records, "data")) == {"binarized-mnist"}
 
 
-# — pictures —
-
-
 class Snapshot(NamedTuple):
-    """What a run kept of an epoch."""
+    """Samples and drawings that a run saved after an epoch."""
 
     epoch: int
     samples: Pixels  # (n, height, width)
@@ -149,12 +177,12 @@ class Snapshot(NamedTuple):
 
 
 def pictures(runs: RunGrid) -> list[Picture]:
-    """Samples and drawings of one run of each parameterization, at its half and at its end."""
+    """Show samples and drawings of one run of each kind, at half of its epochs and at the end."""
     made = []
     for kind, (_, records) in runs.best.items():
         for record in sorted(records, key=lambda record: not record.finished):
             if kept := snapshots(record):
-                of = f"{style_of(kind).name}, seed {record.config.get('seed', '?')}"
+                of = f"{runs.name(kind)}, seed {record.config.get('seed', '?')}"
                 name = slug(f"draw {runs.label} {kind}")
                 made += [samples(snapshot, name, of) for snapshot in kept]
                 made += drawings(kept[-1], name, of)
@@ -163,7 +191,7 @@ def pictures(runs: RunGrid) -> list[Picture]:
 
 
 def snapshots(record: RunRecord) -> list[Snapshot]:
-    """Those that are there and whole."""
+    """Load the snapshots of a run that are complete."""
     last = finite_or_nan(record.config.get("epochs"))
     found = []
     for epoch in [] if math.isnan(last) else sorted({int(last) // 2, int(last)}):
@@ -178,7 +206,7 @@ def snapshots(record: RunRecord) -> list[Snapshot]:
 
 
 def samples(snapshot: Snapshot, name: str, of: str) -> Picture:
-    """What the model draws, at its last step."""
+    """Show samples: the canvas after the last step."""
     return Picture(
         f"{name}-samples-{snapshot.epoch}",
         f"Samples after {snapshot.epoch} epochs: {of}",
@@ -188,7 +216,7 @@ def samples(snapshot: Snapshot, name: str, of: str) -> Picture:
 
 
 def drawings(snapshot: Snapshot, name: str, of: str) -> list[Picture]:
-    """The canvas as it grows, and the square that each step writes to: side by side, and moving."""
+    """Show the canvas after each step with the box that the step writes to, still and animated."""
     steps = np.stack(
         [
             np.stack([with_box(canvas, box) for canvas, box in zip(canvases, boxes, strict=True)])
@@ -200,7 +228,7 @@ def drawings(snapshot: Snapshot, name: str, of: str) -> list[Picture]:
     frames = [image_grid(step, -(-len(step) // 2)) for step in steps[_spread(len(steps), FRAMES)]]
     moving = np.stack(frames + frames[-1:] * LAST)
     at = ", ".join(str(step + 1) for step in chosen)
-    square = "The square is what the step's filters span."
+    square = "The box is the window that the step writes to."
     return [
         Picture(
             f"{name}-drawing",
@@ -208,12 +236,12 @@ def drawings(snapshot: Snapshot, name: str, of: str) -> list[Picture]:
             f"Steps {at} from left to right. {square}",
             still[None],
         ),
-        Picture(f"{name}-moving", f"Drawings, moving: {of}", square, moving, seconds=0.12),
+        Picture(f"{name}-moving", f"Drawings, animated: {of}", square, moving, seconds=0.12),
     ]
 
 
 def with_box(canvas: Pixels, box: NDArray[np.float32]) -> Pixels:
-    """A canvas, enlarged and in color, with a thin square: what is of `box` within it."""
+    """Enlarge a canvas and draw the part of `box` that lies within it."""
     image = np.repeat(canvas.repeat(ZOOM, 0).repeat(ZOOM, 1)[..., None], 3, 2)
     y, x, side = box.tolist()
     edges = [
@@ -229,5 +257,5 @@ def with_box(canvas: Pixels, box: NDArray[np.float32]) -> Pixels:
 
 
 def _spread(count: int, most: int) -> NDArray[np.int_]:
-    """At most that many steps, the first and the last among them, evenly spread."""
+    """Choose at most `most` steps, evenly spaced, including the first and the last."""
     return np.unique(np.linspace(0, count - 1, most).round().astype(int))

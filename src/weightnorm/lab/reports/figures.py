@@ -1,4 +1,4 @@
-"""Figures as files: plots drawn, pictures encoded; the same figures always give the same bytes."""
+"""Render figures to SVG, PNG and GIF. The same figures give the same bytes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ WIDTH, HEIGHT, LEGEND_ROW = 5.0, 3.5, 0.21
 LEGEND_WIDTH = 57
 """Characters."""
 PICTURE_WIDTH = 640
-"""Pixels that a picture is enlarged to, at most."""
+"""Pixels; smaller pictures are enlarged up to this width."""
 TICKS = 6
-"""On a logarithmic axis one at each value, if they are no more; else one at each decade."""
+"""On a logarithmic axis with at most this many values, one tick at each; else one per decade."""
 MARKERS = 8
-"""On a long line."""
+"""Number of markers on a long line."""
 NARROW = 3
-"""From the lowest to the highest value: within, a logarithmic axis has too few ticks to be read."""
+"""Ratio of highest to lowest value below which a logarithmic axis has too few ticks."""
 STYLE = {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # a dollar in a name is a dollar
@@ -59,15 +59,15 @@ STYLE = {
 
 @dataclass(frozen=True)
 class RenderedFigure:
-    """A figure as files, and the name they go by."""
+    """Files of a figure, and their common name."""
 
     name: str
     files: dict[str, bytes]
-    """Ending → content; the page shows the first."""
+    """Extension → content; the page shows the first."""
 
 
 def render_figures(figures: Iterable[FigureSpec]) -> dict[FigureSpec, RenderedFigure]:
-    """A drawing of each figure, no two of one name."""
+    """Render each figure under a unique name."""
     drawings: dict[FigureSpec, RenderedFigure] = {}
     names: set[str] = set()
     for item in figures:
@@ -80,8 +80,10 @@ def render_figures(figures: Iterable[FigureSpec]) -> dict[FigureSpec, RenderedFi
 
 
 def plot_files(plot: Plot | BarChart, name: str) -> dict[str, bytes]:
-    """A plot as SVG and PNG, in the house's style whatever the user's is; ids in the SVG follow
-    from the name."""
+    """Render a plot as SVG and PNG, independent of the user's matplotlib style.
+
+    Ids in the SVG are derived from the name.
+    """
     with matplotlib.style.context(["default", {**STYLE, "svg.hashsalt": name}]):
         drawing = bar_figure(plot) if isinstance(plot, BarChart) else plot_figure(plot)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -92,8 +94,10 @@ def plot_files(plot: Plot | BarChart, name: str) -> dict[str, bytes]:
 
 
 def picture_files(picture: Picture) -> dict[str, bytes]:
-    """A picture as PNG, or as a GIF that repeats if there are several frames; small ones enlarged
-    by a whole factor, so that pixels stay squares."""
+    """Render a picture as PNG, or as a looping GIF if there are several frames.
+
+    Small pictures are enlarged by an integer factor.
+    """
     factor = max(1, PICTURE_WIDTH // picture.frames.shape[2])
     frames = [
         Image.fromarray(np.kron(frame, np.ones((factor, factor, 1)[: frame.ndim], np.uint8)))
@@ -107,7 +111,7 @@ def picture_files(picture: Picture) -> dict[str, bytes]:
 
 
 def plot_figure(plot: Plot) -> Figure:
-    """The plot; its legend stands below, where no curve is."""
+    """Draw a plot with its legend below the axes."""
     names = [textwrap.fill(line.name, LEGEND_WIDTH) for line in plot.lines]
     height = HEIGHT + LEGEND_ROW * sum(name.count("\n") + 1 for name in names)
     drawing = Figure(figsize=(WIDTH, height), layout="constrained")

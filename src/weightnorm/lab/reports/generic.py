@@ -1,4 +1,4 @@
-"""The section of an experiment that has none of its own: every metric per epoch, every result."""
+"""Report section of an experiment without its own: all metrics and results."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Groups = dict[str, list[RunRecord]]
 
 
 def section(records: list[RunRecord]) -> Section:
-    """Any experiment, a part for each preset."""
+    """Describe any experiment, one part for each preset."""
     name = records[0].experiment
     parts = (part(name, *group) for group in sorted(grouped(records, label).items()))
-    return Section(f"Experiment {name}", "Every metric that was recorded.", tuple(parts))
+    return Section(f"Experiment {name}", "All recorded metrics.", tuple(parts))
 
 
 def part(experiment: str, preset: str, records: list[RunRecord]) -> Section:
-    """The runs of one preset; those that differ only in the seed go together."""
+    """Describe the runs of one preset; runs that differ only in the seed are averaged."""
     groups = named_groups(records)
     metrics = dict.fromkeys(key for record in records for row in record.metrics for key in row)
     plots = (plot(experiment, preset, metric, groups) for metric in metrics if metric != "epoch")
     intro = f"{len(finished(records))} of {len(records)} runs are finished."
-    shown = [item for item in plots if item.lines]
-    content: list[Plot | Table] = [*shown, results(groups), settings(records)]
+    visible = [item for item in plots if item.lines]
+    content: list[Plot | Table] = [*visible, results(groups), settings(records)]
     return Section(f"{experiment}: {preset}", intro, tuple(content))
 
 
@@ -45,7 +45,7 @@ def plot(experiment: str, preset: str, metric: str, groups: Groups) -> Plot:
 
 
 def results(groups: Groups) -> Table:
-    """What the runs ended with."""
+    """Tabulate the results of finished runs."""
     done = {name: finished(records) for name, records in groups.items()}
     keys = dict.fromkeys(
         key
@@ -66,7 +66,7 @@ def results(groups: Groups) -> Table:
 
 
 def named_groups(records: list[RunRecord]) -> Groups:
-    """Runs with one config but for the seed, named by the fields in which the groups differ."""
+    """Group runs that differ only in the seed; groups are named by the fields that differ."""
     groups = [*grouped(records, lambda r: json.dumps(_but_seed(r), sort_keys=True)).values()]
     configs = [_but_seed(group[0]) for group in groups]
     fields = [
@@ -81,7 +81,7 @@ def named_groups(records: list[RunRecord]) -> Groups:
 
 
 def group_styles(groups: Groups) -> list[Style]:
-    """Each parameterization's own where it tells the groups apart, else one after the other."""
+    """Return the style of each group: its parameterization's if these differ, else one by one."""
     kinds = [str(group[0].config.get("parameterization")) for group in groups.values()]
     if len(set(kinds)) == len(kinds) and set(kinds) <= set(STYLES):
         return [style_of(kind) for kind in kinds]

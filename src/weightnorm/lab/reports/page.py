@@ -1,4 +1,4 @@
-"""Sections rendered as one HTML page that needs nothing but itself."""
+"""Render sections as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def render(
     records: list[RunRecord],
     problems: list[str],
 ) -> str:
-    """The page."""
+    """Render the page."""
     return TEMPLATES.get_template("page.html.j2").render(
         sections=sections,
+        findings=[(section.title, section.all_findings) for section in sections],
         inline={item: inline(drawing, item.alt) for item, drawing in drawings.items()},
         runs=len(records),
         finished=sum(record.finished for record in records),
@@ -42,7 +43,7 @@ def render(
 
 
 def inline(drawing: RenderedFigure, alt: str) -> str:
-    """A drawing as an element of the page."""
+    """Return a figure as an element of the page."""
     kind, content = next(iter(drawing.files.items()))
     if kind == "svg":
         return inline_svg(drawing.name, content.decode(), alt)
@@ -51,8 +52,10 @@ def inline(drawing: RenderedFigure, alt: str) -> str:
 
 
 def inline_svg(name: str, text: str, alt: str) -> str:
-    """An SVG file as an element: its ids unlike any other figure's, its ink the page's own, so
-    that it turns with the color scheme."""
+    """Return an SVG file as an element of the page.
+
+    Ids get the figure's name as prefix; INK becomes the text color, which follows the color scheme.
+    """
     view = re.search(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', text)
     if view is None:
         raise ValueError(f"figure {name} is not an SVG with a viewBox")

@@ -1,4 +1,4 @@
-"""Arrays that a run kept, as pictures."""
+"""Images from the arrays that a run saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GAP = 1
 
 
 def load_arrays(record: RunRecord, name: str) -> dict[str, NDArray[np.generic]]:
-    """The arrays of ``name.npz`` beside a record; none if it is not there or damaged."""
+    """Load the arrays of ``name.npz`` in a run's folder; none if it is missing or damaged."""
     try:
         with (
             (record.folder / f"{name}.npz").open("rb") as file,
@@ -26,7 +26,7 @@ def load_arrays(record: RunRecord, name: str) -> dict[str, NDArray[np.generic]]:
 
 
 def image_grid(images: NDArray[np.uint8], columns: int, background: int = 128) -> NDArray[np.uint8]:
-    """Images (n, height, width) or (n, height, width, 3) side by side in rows, as one.
+    """Arrange images (n, height, width) or (n, height, width, 3) in rows, as one image.
 
     >>> image_grid(np.zeros((3, 2, 2), np.uint8), columns=2).shape
     (5, 5)

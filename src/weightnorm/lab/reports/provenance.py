@@ -1,4 +1,4 @@
-"""The settings and the machine behind a set of runs, and where the runs differ in them."""
+"""Settings, machine and versions of a set of runs, and where the runs differ."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from weightnorm.lab.reports.document import Table
 from weightnorm.lab.runs.records import RunRecord
 
 VARIED = ("parameterization", "learning_rate", "seed")
-"""Fields that runs are meant to differ in."""
+"""Fields in which runs differ by design."""
 MACHINE = ("machine", "device", "threads", "ranks")
 VERSIONS = ("torch", "python", "weightnorm", "commit")
 
 
 def settings(records: list[RunRecord]) -> Table:
-    """Every field of the config, the machine and the versions, over all runs."""
+    """Tabulate all fields of the config, the machine and the versions, over all runs."""
     fields = dict.fromkeys(field for record in records for field in record.config)
     rows = [(_words(field), _shown(config_values(records, field))) for field in fields]
     rows += [(field, _shown(session_values(records, field))) for field in MACHINE + VERSIONS]
-    differing = [field for field in fields if field not in VARIED and _differ(records, field)]
-    differing += differing_fields(records, MACHINE + VERSIONS)
-    notes = [f"The runs differ in: {', '.join(map(_words, differing))}."] if differing else []
+    changed = [field for field in fields if field not in VARIED and _differ(records, field)]
+    changed += differing_fields(records, MACHINE + VERSIONS)
+    notes = [f"The runs differ in: {', '.join(map(_words, changed))}."] if changed else []
     if any("+" in commit for commit in session_values(records, "commit")):
-        notes.append("+ after a commit: the code had changes that were not committed.")
+        notes.append("+ after a commit: the code had uncommitted changes.")
     head = ("setting", f"value (n = {len(records)} run{'s' * (len(records) != 1)})")
     return Table("Settings and machine", head, tuple(rows), tuple(notes), numeric=False)
 
 
 def differing_fields(records: list[RunRecord], fields: Iterable[str]) -> list[str]:
-    """The fields of the environment that are not the same in all sessions of all runs."""
+    """Return the fields of the environment that are not the same in all sessions of all runs."""
     return [field for field in fields if len(session_values(records, field)) > 1]
 
 
 def config_values(records: list[RunRecord], field: str) -> Counter[str]:
-    """Each value of a field, and how many runs have it."""
+    """Count the runs that have each value of a config field."""
     return Counter(_text(record.config.get(field, "not recorded")) for record in records)
 
 
 def deviations(records: list[RunRecord], usual: Mapping[str, str]) -> str:
-    """The fields whose values are not the usual ones, with their values; empty if all are."""
+    """List the fields whose values are not the usual ones; empty if there are none."""
     values = {field: config_values(records, field) for field in usual}
     return ", ".join(
         f"{_words(field)} {' or '.join(sorted(values[field]))}"
@@ -51,7 +51,7 @@ def deviations(records: list[RunRecord], usual: Mapping[str, str]) -> str:
 
 
 def session_values(records: list[RunRecord], field: str) -> Counter[str]:
-    """The same for the environment; a run that was resumed elsewhere counts for both."""
+    """Count the runs that have each value of an environment field, in any of their sessions."""
     return Counter(
         value
         for record in records
@@ -70,7 +70,7 @@ def _shown(values: Counter[str]) -> str:
 
 
 def _order(value: str) -> tuple[float, str]:
-    """Numbers by size, then words."""
+    """Sort key: numbers by value, then text."""
     try:
         return float(value), value
     except ValueError:

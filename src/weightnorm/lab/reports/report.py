@@ -1,4 +1,4 @@
-"""`report`: every run below a folder → one page, and each figure as a file."""
+"""Write the report: one page and the figures of all runs below a folder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightnorm.lab.errors import ReportError
-from weightnorm.lab.reports import bench, claims, classify, dqn, generic, vae
-from weightnorm.lab.reports import draw as draw_
+from weightnorm.lab.reports import bench, claims, classify, dqn, draw, generic, vae
 from weightnorm.lab.reports.document import Section
 from weightnorm.lab.reports.figures import render_figures
 from weightnorm.lab.reports.page import render
@@ -17,19 +16,20 @@ from weightnorm.lab.reports.run_grid import grouped
 from weightnorm.lab.runs.records import RunRecord, find_records, write_atomically
 
 SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {
-    "bench": bench.section,
-    "claims": claims.section,
     "classify": classify.section,
     "vae": vae.section,
-    "draw": draw_.section,
+    "draw": draw.section,
     "dqn": dqn.section,
+    "claims": claims.section,
+    "bench": bench.section,
 }
-"""Experiment → its section. An experiment that is not here gets `generic.section`."""
+"""Experiment → its section. Any other experiment has `generic.section`."""
+LAST = ("claims", "bench")
 
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """What was written, and what was wrong with records that are not in it."""
+    """Paths of the files written, and the problems of records that were left out."""
 
     page: Path
     figures: tuple[Path, ...]
@@ -42,25 +42,36 @@ def report(root: Path, out: Path) -> ReportFiles:
     The same records give the same bytes.
     """
     records, problems = read(root)
-    sections = [
-        SECTIONS.get(experiment, generic.section)(runs)
-        for experiment, runs in sorted(grouped(records, lambda r: r.experiment).items())
-    ]
-    drawings = render_figures(item for section in sections for item in section.figures)
+    sections = [*sections_of(records).values()]
+    rendered = render_figures(item for section in sections for item in section.figures)
     files = {
-        f"figures/{drawing.name}.{kind}": content
-        for drawing in drawings.values()
-        for kind, content in drawing.files.items()
+        f"figures/{figure.name}.{kind}": content
+        for figure in rendered.values()
+        for kind, content in figure.files.items()
     }
-    page = render(sections, drawings, records, problems)
+    page = render(sections, rendered, records, problems)
     _write(out, {**files, "index.html": page.encode()})
     return ReportFiles(out / "index.html", tuple(out / name for name in files), tuple(problems))
 
 
+def sections_of(records: list[RunRecord]) -> dict[str, Section]:
+    """Describe each experiment: in the paper's order, then unknown ones, the claims, the costs."""
+    names = [*SECTIONS]
+    groups = grouped(records, lambda record: record.experiment)
+
+    def place(name: str) -> tuple[bool, int, str]:
+        return name in LAST, names.index(name) if name in names else len(names), name
+
+    return {
+        name: SECTIONS.get(name, generic.section)(groups[name])
+        for name in sorted(groups, key=place)
+    }
+
+
 def read(root: Path) -> tuple[list[RunRecord], list[str]]:
-    """The runs to report on, each once, and what was wrong with the others."""
+    """Read the runs below a folder, each once, and list the problems of the others."""
     if not root.is_dir():
-        raise ReportError(f"{root} is not a folder; expected the one that runs are kept in")
+        raise ReportError(f"{root} is not a folder; expected the folder that holds the runs")
     root = root.absolute()
     found, problems = find_records(root)
     records: dict[str, RunRecord] = {}
@@ -73,7 +84,7 @@ def read(root: Path) -> tuple[list[RunRecord], list[str]]:
     problems = sorted(problem.replace(f"{root}/", "") for problem in problems)
     if not records:
         raise ReportError(
-            f"no runs to report on below {root}; make some with "
+            f"no runs to report on below {root}; create one with "
             "`weightnorm run classify --preset demo`, or name the folder that holds them"
             + "".join(f"\n  {problem}" for problem in problems)
         )
@@ -81,7 +92,7 @@ def read(root: Path) -> tuple[list[RunRecord], list[str]]:
 
 
 def _fault(record: RunRecord) -> str:
-    """What keeps a record that is JSON from being a run's; empty if nothing does."""
+    """Return what is wrong with the types in a record; empty if nothing is."""
     expected = {
         "experiment": (record.experiment, str),
         "preset": (record.preset, str),
@@ -89,12 +100,11 @@ def _fault(record: RunRecord) -> str:
         "result": (record.result or {}, dict),
     }
     wrong = (name for name, (value, kind) in expected.items() if not isinstance(value, kind))
-    return next((f"its {name} is not what a run records" for name in wrong), "")
+    return next((f"its {name} has the wrong type" for name in wrong), "")
 
 
 def _identity(record: RunRecord) -> str:
-    """Runs of one config on one machine are one run, however often it was copied: n counts it
-    once."""
+    """Identify a run by its config and machine, so that copies of it count once."""
     where = [record.environment.get(field) for field in ("machine", "device")]
     return json.dumps([record.experiment, record.config, where], sort_keys=True)
 

@@ -1,19 +1,23 @@
-"""The runs of one preset, sorted out: parameterization → learning rate → seeds."""
+"""Runs of one preset, grouped by parameterization, learning rate and seed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import TypeVar
 
 from weightnorm.lab.reports.aggregate import best_rate, finite_or_nan
-from weightnorm.lab.reports.style import ordered
+from weightnorm.lab.reports.style import STYLES, Style, ordered, style_of
 from weightnorm.lab.runs.records import RunRecord
 
 K = TypeVar("K", bound=Hashable)
+
+
+def parameterization(record: RunRecord) -> str:
+    return str(record.config.get("parameterization", "unknown"))
 
 
 @dataclass(frozen=True)
@@ -23,34 +27,53 @@ class RunGrid:
     label: str
     records: list[RunRecord]
     metric: str
-    """Judges a learning rate by its mean at the end."""
+    """Learning rates are compared by its mean at the end."""
     highest: bool = False
-    """Whether the highest is the best; else the lowest."""
+    """Whether the highest metric is the best; else the lowest."""
+    kind: Callable[[RunRecord], str] = parameterization
+    """What is compared; one curve for each."""
+    styles: Mapping[str, Style] = field(default_factory=lambda: STYLES)
 
     @cached_property
     def grid(self) -> dict[str, dict[float, list[RunRecord]]]:
-        kinds = grouped(self.records, parameterization)
-        return {kind: dict(sorted(grouped(kinds[kind], rate).items())) for kind in ordered(kinds)}
+        kinds = grouped(self.records, self.kind)
+        return {
+            kind: dict(sorted(grouped(kinds[kind], rate).items()))
+            for kind in ordered(kinds, self.styles)
+        }
 
     @cached_property
     def best(self) -> dict[str, tuple[float, list[RunRecord]]]:
-        """Each parameterization's best learning rate, and the runs at it."""
+        """Best learning rate of each kind, and the runs at it."""
         best = partial(best_rate, metric=self.metric, highest=self.highest)
         chosen = {kind: best(rates) for kind, rates in self.grid.items()}
         return {kind: (rate, self.grid[kind][rate]) for kind, rate in chosen.items()}
 
+    @property
+    def best_finished(self) -> dict[str, list[RunRecord]]:
+        """Finished runs of each kind at its best learning rate; kinds without any are left out."""
+        done = {kind: finished(records) for kind, (_, records) in self.best.items()}
+        return {kind: records for kind, records in done.items() if records}
+
+    def style(self, kind: str) -> Style:
+        return style_of(kind, styles=self.styles)
+
+    def name(self, kind: str) -> str:
+        return self.style(kind).name
+
+    @property
+    def progress(self) -> str:
+        """One sentence: how many runs have finished."""
+        return f"{len(finished(self.records))} of {len(self.records)} runs are finished."
+
 
 def run_grids(records: list[RunRecord], metric: str) -> list[RunGrid]:
-    """One for each preset, or departure from one."""
+    """Return one grid for each preset, or variant of one."""
     return [RunGrid(*group, metric) for group in sorted(grouped(records, label).items())]
 
 
-def parameterization(record: RunRecord) -> str:
-    return str(record.config.get("parameterization", "unknown"))
-
-
 def rate(record: RunRecord) -> float:
-    """The learning rate; 0 where a record does not say."""
+    """Return the learning rate, 0 if the record has none."""
     value = finite_or_nan(record.config.get("learning_rate"))
     return 0.0 if math.isnan(value) else value
 
@@ -62,7 +85,7 @@ def finished(records: Iterable[RunRecord]) -> list[RunRecord]:
 def grouped(
     records: Iterable[RunRecord], key: Callable[[RunRecord], K]
 ) -> dict[K, list[RunRecord]]:
-    """Records by key, in order of appearance."""
+    """Group records by key, in order of appearance."""
     groups: dict[K, list[RunRecord]] = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)
@@ -70,9 +93,9 @@ def grouped(
 
 
 def label(record: RunRecord) -> str:
-    """The preset, with what departs from it, as the run's folder says: ``cpu+epochs=3``.
+    """Return the preset and the settings changed from it, such as ``cpu+epochs=3``.
 
-    The folder below the experiment's name, if it is that preset's; else the preset alone.
+    This is the folder below the experiment's name if it is the preset's; else the preset alone.
     """
     parts = record.folder.parts
     for above, below in reversed([*pairwise(parts)]):

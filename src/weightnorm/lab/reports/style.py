@@ -1,21 +1,21 @@
-"""One color, marker and place in line for each parameterization, in all figures and tables.
+"""Color, marker and order of each parameterization, the same in all figures and tables.
 
-The colors are Okabe and Ito's, told apart by the color-blind; those chosen have a contrast of 3
-or more on white and on near-black. Markers say it once more.
+The colors are from Okabe and Ito's palette, which color-blind readers can distinguish; those chosen
+have a contrast of 3 or more on white and on near-black.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 INK = "#1b1f24"
-"""Colour of text and axes, and of the baseline. The page replaces it by its own."""
+"""Color of text, axes and the baseline. The page replaces it by its text color."""
 
 
 @dataclass(frozen=True)
 class Style:
-    """How something is called and drawn."""
+    """Name, color and marker of a line or bar."""
 
     name: str
     color: str
@@ -31,15 +31,15 @@ STYLES = {
 }
 
 
-def style_of(kind: str, index: int = 0) -> Style:
-    """The look of a parameterization; anything else takes the `index`-th one in turn."""
-    if kind in STYLES:
-        return STYLES[kind]
-    turn = list(STYLES.values())[index % len(STYLES)]
-    return Style(kind, turn.color, turn.marker)
+def style_of(kind: str, index: int = 0, styles: Mapping[str, Style] = STYLES) -> Style:
+    """Return the style of a parameterization; for an unknown name, the color of number `index`."""
+    if kind in styles:
+        return styles[kind]
+    similar = list(STYLES.values())[index % len(STYLES)]
+    return Style(kind, similar.color, similar.marker)
 
 
-def ordered(kinds: Iterable[str]) -> list[str]:
-    """Known ones in the house's order, then the others by name."""
-    known = list(STYLES)
+def ordered(kinds: Iterable[str], styles: Mapping[str, Style] = STYLES) -> list[str]:
+    """Sort names: known ones in the order of `styles`, then the others alphabetically."""
+    known = list(styles)
     return sorted(set(kinds), key=lambda k: (known.index(k) if k in known else len(known), k))

@@ -1,33 +1,101 @@
-"""Tables that every comparison of parameterizations has."""
+"""Tables and sentences that all comparisons of parameterizations share."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from weightnorm.lab.reports.aggregate import epoch_seconds, stat
+from weightnorm.lab.reports.aggregate import (
+    Stat,
+    common_target,
+    epoch_seconds,
+    epochs_to_reach,
+    final,
+    stat,
+)
 from weightnorm.lab.reports.curves import progress
 from weightnorm.lab.reports.document import Table
 from weightnorm.lab.reports.provenance import MACHINE, differing_fields
 from weightnorm.lab.reports.run_grid import RunGrid, finished
-from weightnorm.lab.reports.style import style_of
 
 
 def unfinished(runs: RunGrid) -> list[Table]:
-    """The runs that are in no other table, if any."""
+    """List the unfinished runs, which no other table counts."""
     rows = tuple(
-        (style_of(kind).name, f"{rate:g}", str(record.config.get("seed", "?")), progress(record))
+        (runs.name(kind), f"{rate:g}", str(record.config.get("seed", "?")), progress(record))
         for kind, rates in runs.grid.items()
         for rate, records in rates.items()
         for record in records
         if not record.finished
     )
-    head = ("parameterization", "lr", "seed", "how far")
+    head = ("parameterization", "lr", "seed", "progress")
     notes = ("Not counted in any n.",)
     return [Table("Not finished", head, rows, notes, numeric=False)] if rows else []
 
 
+def epochs_to_common(runs: RunGrid, metric: str) -> tuple[float, dict[str, Stat]]:
+    """Return the lowest value that all finished runs reach, and the epochs each kind needs for it.
+
+    The target is nan with fewer than two kinds.
+    """
+    done = runs.best_finished
+    target = common_target([r for records in done.values() for r in records], metric)
+    if len(done) < 2 or math.isnan(target):
+        return math.nan, {}
+    return target, {
+        kind: stat(epochs_to_reach(record, metric, target) for record in records)
+        for kind, records in done.items()
+    }
+
+
+def epochs_table(runs: RunGrid, metric: str, what: str, scale: float = 1) -> list[Table]:
+    """Tabulate the epochs that each parameterization needs to the same value of a metric."""
+    target, needed = epochs_to_common(runs, metric)
+    if math.isnan(target):
+        return []
+    rows = tuple(
+        (runs.name(kind), epochs.text(digits=1), str(epochs.n)) for kind, epochs in needed.items()
+    )
+    value = f"{scale * target:.2f}".replace("-", "−")
+    head = ("parameterization", f"epochs to {value}", "n")
+    notes = (
+        f"First epoch with a {what} of {value} or better, which every finished run "
+        "reaches; mean ± standard deviation over n runs.",
+    )
+    return [Table(f"Epochs to the same {what}", head, rows, notes)]
+
+
+def final_values(runs: RunGrid, metric: str, scale: float = 1, digits: int = 2) -> str:
+    """Return final values as a phrase, ``32.1 ± 0.2 (standard), 19.8 (weight norm); n = 3``."""
+    ends = {
+        kind: stat(final(record, metric) for record in records)
+        for kind, records in runs.best_finished.items()
+    }
+    return phrase(runs, ends, scale, digits)
+
+
+def epochs_sentence(runs: RunGrid, metric: str, what: str, scale: float = 1) -> tuple[str, ...]:
+    """Return a sentence on the epochs to the same value; none if there is nothing to compare."""
+    target, needed = epochs_to_common(runs, metric)
+    if math.isnan(target):
+        return ()
+    value = f"{scale * target:.1f}".replace("-", "−")
+    return (f"Epochs to a {what} of {value}: {phrase(runs, needed, digits=1)}.",)
+
+
+def phrase(runs: RunGrid, stats: Mapping[str, Stat], scale: float = 1, digits: int = 2) -> str:
+    """List the values of each kind; n is named once if it is the same for all."""
+    counts = {one.n for one in stats.values()}
+    same = len(counts) == 1
+    texts = [
+        f"{one.text(scale, digits)} ({runs.name(kind)}{'' if same else f', n = {one.n}'})"
+        for kind, one in stats.items()
+    ]
+    return ", ".join(texts) + (f"; n = {counts.pop()}" if same else "")
+
+
 def times(runs: RunGrid, paper: Mapping[str, str] | None = None) -> Table:
-    """Time of an epoch, relative to standard, beside what the paper says of it if it does."""
+    """Tabulate the time of an epoch, relative to standard, beside the paper's statement if any."""
     done = {
         kind: finished(record for records in rates.values() for record in records)
         for kind, rates in runs.grid.items()
@@ -36,7 +104,7 @@ def times(runs: RunGrid, paper: Mapping[str, str] | None = None) -> Table:
     standard = seconds.get("standard", stat([]))
     rows = [
         (
-            style_of(kind).name,
+            runs.name(kind),
             time.text(),
             f"{time.mean / standard.mean:.2f}" if time.n and standard.mean > 0 else "—",
             str(time.runs),
@@ -45,8 +113,8 @@ def times(runs: RunGrid, paper: Mapping[str, str] | None = None) -> Table:
         for kind, time in seconds.items()
     ]
     notes = ["Seconds: mean over the epochs of a run, then mean ± standard deviation over n runs."]
-    if differing := differing_fields(finished(runs.records), MACHINE):
-        notes.append(f"Runs differ in {', '.join(differing)}: their times do not compare.")
+    if names := differing_fields(finished(runs.records), MACHINE):
+        notes.append(f"Runs differ in {', '.join(names)}: their times are not comparable.")
     words = ("parameterization", "seconds per epoch", "relative to standard", "n")
     head = (*words, "paper") if paper else words
     return Table("Time per epoch", head, tuple(rows), tuple(notes))

@@ -1,5 +1,4 @@
-"""The section of experiment 2, the convolutional VAE: the paper's figure 2, the bounds beside
-published ones, and pictures."""
+"""Report section of experiment 2, the convolutional VAE: figure 2, bounds, samples."""
 
 from __future__ import annotations
 
@@ -12,8 +11,13 @@ from weightnorm.lab.reports.document import Picture, Plot, Section, Table, slug
 from weightnorm.lab.reports.pictures import image_grid, load_arrays
 from weightnorm.lab.reports.provenance import config_values, deviations, settings
 from weightnorm.lab.reports.run_grid import RunGrid, finished, grouped, run_grids
-from weightnorm.lab.reports.style import style_of
-from weightnorm.lab.reports.tables import times, unfinished
+from weightnorm.lab.reports.tables import (
+    epochs_sentence,
+    epochs_table,
+    final_values,
+    times,
+    unfinished,
+)
 from weightnorm.lab.runs.records import RunRecord
 
 DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10", "digits": "Digits"}
@@ -31,26 +35,28 @@ PUBLISHED = {
 """Bounds in nats; on CIFAR-10, bits per dimension."""
 PAPER_SIZE = {"width": "1", "depth": "2", "latents": "32", "limit": "none"}
 COLUMNS = 8
-"""Of the grids of images."""
+"""Columns of image grids."""
 
 
 def section(records: list[RunRecord]) -> Section:
-    """Experiment 2, a part for each data set and preset."""
+    """Describe experiment 2, one part for each data set and preset."""
+    groups = grouped(records, _data)
     parts = [
         part(data, runs)
-        for data, group in sorted(grouped(records, _data).items())
+        for data, group in sorted(groups.items(), key=lambda item: (item[0] == "cifar10", item[0]))
         for runs in run_grids(group, metric="train_negative_elbo")
     ]
     return Section(
         "Convolutional VAE with inverse autoregressive flow",
-        "Standard against weight normalization from the same start (section 5.2 of the paper), "
-        "measured by the bound on log p(x) over the test set, with averaged parameters.",
+        "Standard parameterization and weight normalization from the same initialization "
+        "(section 5.2 of the paper), compared by the bound on log p(x) over the test set, with "
+        "averaged parameters.",
         tuple(parts),
     )
 
 
 def part(data: str, runs: RunGrid) -> Section:
-    """Everything about the runs of one data set and preset."""
+    """Describe the runs of one data set and preset."""
     title = f"vae: {DATA.get(data, data)}, {runs.label}"
     name = slug(f"vae {data} {runs.label}")
 
@@ -63,6 +69,7 @@ def part(data: str, runs: RunGrid) -> Section:
         curves("test_bits_per_dim", "Bits per dimension", "bits per dimension"),
         curves("train_negative_elbo", "Bound in training", "bound on log p(x), nats", -1),
         bounds(data, runs),
+        *epochs_table(runs, "test_negative_elbo", "test bound", -1),
         divergences(runs),
         *learning_rates(name, runs),
         *pictures(name, runs),
@@ -70,18 +77,31 @@ def part(data: str, runs: RunGrid) -> Section:
         times(runs),
         settings(runs.records),
     ]
-    shown = (item for item in content if not isinstance(item, Plot) or item.lines)
-    intro = f"{len(finished(runs.records))} of {len(runs.records)} runs are finished."
-    return Section(title, intro, tuple(shown))
+    visible = (item for item in content if not isinstance(item, Plot) or item.lines)
+    return Section(title, runs.progress, tuple(visible), findings(data, runs))
+
+
+def findings(data: str, runs: RunGrid) -> tuple[str, ...]:
+    """Summarize the final bounds in a sentence."""
+    if not runs.best_finished:
+        return ()
+    place = f"{DATA.get(data, data)} ({runs.label}), {_either(runs, 'epochs')} epochs"
+    if data == "cifar10":
+        values = f"test bits/dim: {final_values(runs, 'test_bits_per_dim')}"
+    else:
+        values = f"test bound in nats: {final_values(runs, 'test_negative_elbo', -1)}"
+    epochs = epochs_sentence(runs, "test_negative_elbo", "test bound", -1)
+    return (f"{place}: {values}.", *epochs)
 
 
 def bounds(data: str, runs: RunGrid) -> Table:
-    """What the runs ended with, and how far the seeds lie apart, beside what is published."""
+    """Tabulate final bounds beside published ones."""
     results = {
         "bound, nats": ("test_negative_elbo", -1),
         "bits/dim": ("test_bits_per_dim", 1),
         "log p(x), nats": ("importance_negative_log_likelihood", -1),
         "its bound, nats": ("importance_negative_elbo", -1),
+        "training bound, nats": ("train_negative_elbo", -1),
     }
     if data != "cifar10":
         del results["bits/dim"]
@@ -90,7 +110,7 @@ def bounds(data: str, runs: RunGrid) -> Table:
         done = finished(records)
         cells = [stat(sign * final(r, key) for r in done).text() for key, sign in results.values()]
         epochs = " or ".join(sorted(config_values(records, "epochs")))
-        rows.append((style_of(kind).name, *cells, str(len(done)), f"{rate:g}", epochs))
+        rows.append((runs.name(kind), *cells, str(len(done)), f"{rate:g}", epochs))
     place = [*results].index("bits/dim" if data == "cifar10" else "bound, nats")
     for name, value in PUBLISHED.get(data, ()):
         cells = ["—"] * len(results)
@@ -109,7 +129,7 @@ def bounds(data: str, runs: RunGrid) -> Table:
 
 
 def divergences(runs: RunGrid) -> Table:
-    """KL of each stochastic layer at the end."""
+    """Tabulate the KL divergence of each stochastic layer at the last epoch."""
     keys = sorted(
         {key for r in runs.records for row in r.metrics for key in row if _is_layer(key)},
         key=lambda key: int(key.rpartition("_")[2]),
@@ -118,14 +138,14 @@ def divergences(runs: RunGrid) -> Table:
     for kind, (_, records) in runs.best.items():
         done = finished(records)
         cells = (stat(final(r, key) for r in done).text() for key in keys)
-        rows.append((style_of(kind).name, *cells, str(len(done))))
+        rows.append((runs.name(kind), *cells, str(len(done))))
     head = ("parameterization", *(f"layer {key.rpartition('_')[2]}" for key in keys), "n")
     notes = ("Nats on the test set, at the last epoch. Layer 1 is the top, drawn first.",)
     return Table("KL of each stochastic layer", head, tuple(rows), notes)
 
 
 def learning_rates(name: str, runs: RunGrid) -> list[Plot]:
-    """The bound against the learning rate, if more than one was tried."""
+    """Plot the bound against the learning rate, if more than one was tried."""
     if not any(len(rates) > 1 for rates in runs.grid.values()):
         return []
     drawn = rate_lines(runs, "test_negative_elbo", -1)
@@ -134,12 +154,12 @@ def learning_rates(name: str, runs: RunGrid) -> list[Plot]:
 
 
 def pictures(name: str, runs: RunGrid) -> list[Picture]:
-    """Samples and reconstructions of the first finished run of each parameterization."""
+    """Show samples and reconstructions of the first finished run of each parameterization."""
     drawn = []
     for kind, (_, records) in runs.best.items():
         for record in finished(records)[:1]:
             images = _images(record)
-            whose = f"{style_of(kind).name}, seed {record.config.get('seed', '?')}"
+            whose = f"{runs.name(kind)}, seed {record.config.get('seed', '?')}"
             if "samples" in images:
                 caption = "The mean of p(x|z) for z drawn from the prior, with averaged parameters."
                 sheet = image_grid(images["samples"], COLUMNS)
@@ -147,7 +167,7 @@ def pictures(name: str, runs: RunGrid) -> list[Picture]:
                 drawn.append(Picture(file, f"Samples: {whose}", caption, sheet[None]))
             if {"originals", "reconstructions"} <= set(images):
                 pairs = _alternating(images["originals"], images["reconstructions"])
-                caption = "Test images, and below each what comes back through z."
+                caption = "Test images, each with its reconstruction below."
                 file = slug(f"{name} reconstructions {kind}")
                 sheet = image_grid(pairs, COLUMNS)
                 drawn.append(Picture(file, f"Reconstructions: {whose}", caption, sheet[None]))
@@ -155,7 +175,7 @@ def pictures(name: str, runs: RunGrid) -> list[Picture]:
 
 
 def _alternating(above: NDArray[np.uint8], below: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A row of one, a row of the other, and so on."""
+    """Interleave two sets of images row by row."""
     rows = [
         images[start : start + COLUMNS]
         for start in range(0, min(len(above), len(below)) // COLUMNS * COLUMNS, COLUMNS)
@@ -165,7 +185,7 @@ def _alternating(above: NDArray[np.uint8], below: NDArray[np.uint8]) -> NDArray[
 
 
 def _images(record: RunRecord) -> dict[str, NDArray[np.uint8]]:
-    """What a run kept, as far as a grid can hold it."""
+    """Load the arrays of a run that are images."""
     return {
         key: x.astype(np.uint8)
         for key, x in load_arrays(record, "pictures").items()

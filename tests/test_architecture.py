@@ -40,8 +40,8 @@ LIBRARY = {
     "diagnostics.monitor": {"diagnostics.probes", "dtensor", "inspection"},
     "diagnostics.linter": {"functional", "inspection", "layers"},
     "diagnostics": {"diagnostics.linter", "diagnostics.monitor", "diagnostics.probes"},
-    "held": {"dtensor", "functional", "kernels"},
-    "optimizer": {"functional", "held", "layers"},
+    "in_place": {"dtensor", "functional", "kernels"},
+    "optimizer": {"functional", "in_place", "layers"},
     "parameterizations": {"distributed", "mean_only", "reparam"},
 }
 

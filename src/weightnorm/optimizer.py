@@ -1,42 +1,74 @@
-"""Weight normalization on the optimizer's side: the model keeps plain weights.
+"""Weight normalization in the optimizer: the model keeps plain weights.
 
-v and g live in the optimizer. At each step eq. 3 turns ∇w into ∇v and ∇g, any torch optimizer moves
-(v, g), and w = g·v/‖v‖ is written back into the model. The trajectory is that of the module form;
-forward and backward passes cost nothing extra, and nothing in the model knows: compilers, sharding,
+Between steps the model holds w and the optimizer g and ‖v‖, two numbers per unit. In `step` every
+normalized weight is turned into v = w·‖v‖/g in its own memory, and ∇w into ∇v (eq. 3); any torch
+optimizer moves v and g; then w = g·v/‖v‖ is written back. The trajectory is that of
+`weight_norm_model`. Forward and backward passes cost nothing extra, and compilers, sharding,
 quantization and checkpoints see an ordinary network.
 
-What differs from the module form: gradient clipping sees ∇w, and an average of the model's
-parameters averages w.
+What differs from the module form: gradient clipping acts on ∇w, an average of the model's
+parameters averages w, and a row that becomes exactly zero loses its direction.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from weightnorm import layers
-from weightnorm.functional import Parts
-from weightnorm.held import Held
+from weightnorm.functional import Parts, resolve_dim
+from weightnorm.in_place import InPlaceWeight, Retract, Units, initial_norm, units_by_device
+
+Factory = Callable[..., torch.optim.Optimizer]
+Where = Callable[[str, nn.Module], bool]
+Dim = int | Literal["auto"] | None
+ROLES = ("directions", "lengths", "others")
+DECAYS = ("parts", "w", "g", None)
 
 
 class WeightNormOptimizer(torch.optim.Optimizer):
-    """Any torch optimizer on (v, g), for a model whose weights stay plain.
+    """Any torch optimizer on v and g, for a model whose weights stay plain.
 
     Args:
         model: its linear, bilinear, convolutional, recurrent and attention weights are normalized.
-        inner: the optimizer's class, such as ``torch.optim.Adam``.
-        params: parameter groups, as for any optimizer; by default all of the model's parameters.
+        inner: the optimizer of everything, such as ``torch.optim.Adam``, or of the directions v
+            where `lengths` or `others` are given. An optimizer is given as a class, or as a
+            function of parameter groups such as ``functools.partial(torch.optim.Adam, lr=0.001)``.
+        params: parameter groups, as for any optimizer; by default all of the model's parameters. g
+            is in the group of its weight. Where roles have their own optimizers, a group may have
+            options for one of them: ``{"params": …, "lr": 0.02, "lengths": {"lr": 0.001}}``.
+        lengths: the optimizer of g; by default `inner`.
+        others: the optimizer of all other parameters; by default that of g.
         where: narrows the choice of weights, or widens it to embeddings, as in
             ``weight_norm_model``.
-        options: for the inner optimizer, such as ``lr=0.001``.
+        dim: the axis that is kept, or None for one g per tensor; or a function of a layer's name
+            and the layer. By default the axis of the output units.
+        scale: "log" to train s with g = eˢ.
+        train_g: False to leave g as it is.
+        retract: True to restore ‖v‖ after each step, so that the angle of a step depends on the
+            learning rate only; a number to hold ‖v‖ at it; "rms" to hold it at √fan_in.
+        project: False to hand the inner optimizer (g/‖v‖)∇w instead of ∇v, with its component along
+            v. Only with ``train_g=False``.
+        normalize_update: True to move v by exactly lr·‖v‖ in the direction in which the inner
+            optimizer would. Takes one more copy of the weights during a step.
+        weight_decay_on: what the inner optimizers' `weight_decay` acts on, of normalized weights.
+            "parts": v and g, as in the module form. "g": g alone. "w": the weight itself, decoupled
+            as in AdamW: w ← (1 − lr·weight_decay)·w, before each step. None: nothing.
+        matrices: True to hand directions over as matrices: a convolution with one row for each
+            unit, stacked ones (q, k, v; gates) one by one. By default for ``torch.optim.Muon``.
+        options: for `inner`, such as ``lr=0.001``.
 
-    Schedulers, gradient scaling, clipping and accumulation work on it as on any optimizer. Its
-    state is complete, in torch's own layout: v, g and what the inner optimizer keeps for each.
-    Weights may be sharded (FSDP2, tensor parallelism): v and g are sharded with them.
+    Schedulers, gradient scaling, clipping and accumulation work on it as on any optimizer; a weight
+    that anything else writes to is taken as it is. The gradients of normalized weights are used up
+    by a step: they are None after it. State is in torch's layout; a weight's has g and ‖v‖ besides,
+    and for g what the inner optimizer keeps of it, with keys like "g.exp_avg". Weights may be
+    sharded (FSDP2, tensor parallelism). For bfloat16 and float16 weights a float32 copy is kept,
+    in which v is formed.
 
     >>> model = nn.Linear(3, 2)
     >>> optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -49,129 +81,336 @@ class WeightNormOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        inner: type[torch.optim.Optimizer],
+        inner: Factory,
         params: Iterable[Any] | None = None,
         *,
-        where: Callable[[str, nn.Module], bool] | None = None,
+        lengths: Factory | None = None,
+        others: Factory | None = None,
+        where: Where | None = None,
+        dim: Dim | Callable[[str, nn.Module], Dim] = "auto",
+        scale: Literal["linear", "log"] = "linear",
+        train_g: bool = True,
+        retract: Retract = False,
+        project: bool = True,
+        normalize_update: bool = False,
+        weight_decay_on: Literal["parts", "w", "g"] | None = "parts",
+        matrices: bool | None = None,
         **options: Any,
     ) -> None:
-        held = {one.weight: one for one in _held(model, where)}
-        if not held:
-            raise ValueError(f"nothing to normalize in {type(model).__name__}")
-        super().__init__(list(model.parameters()) if params is None else params, dict(options))
-        self._held = {p: held[p] for p in self._parameters() if p in held}
-        if not self._held:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"expected the model, got {type(model).__name__}; g needs to know which parameters "
+                "are weights. Write WeightNormOptimizer(model, inner, params=…)"
+            )
+        _check_options(scale, train_g, project, retract, weight_decay_on)
+        matrices = _moves_matrices(inner) if matrices is None else matrices
+        found = {w.weight: w for w in _weights(model, where, dim, matrices)}
+        self._log, self._train_g, self._retract = scale == "log", train_g, retract
+        self._project, self._normalize_update = project, normalize_update
+        super().__init__(list(model.parameters()) if params is None else params, {})
+        self._weights = [found[p] for g in self.param_groups for p in g["params"] if p in found]
+        if not self._weights:
             raise ValueError("`params` has none of the weights to normalize")
-        self._ids = [id(p) for p in self._parameters()]
-        groups = []
+        for weight in self._weights:
+            initial_norm(weight, retract)
+            if self._log:
+                tiny = torch.finfo(weight.g.dtype).tiny
+                weight.g.detach().copy_(weight.g.detach().clamp_min(tiny).log())
+        self._stepped = False
+        self._units = units_by_device(self._weights, self._log)
+        factories: dict[str, Factory] = {"directions": functools.partial(inner, **options)}
+        if lengths is not None:
+            factories["lengths"] = lengths
+        if others is not None:
+            factories["others"] = others
+        self._build(found, factories, matrices, weight_decay_on)
+
+    def _build(
+        self,
+        found: dict[nn.Parameter, InPlaceWeight],
+        factories: dict[str, Factory],
+        matrices: bool,
+        weight_decay_on: str | None,
+    ) -> None:
+        """Make the inner optimizers, and one of our groups for each of theirs."""
+        owner = {r: r if r in factories else "directions" for r in ("all", *ROLES)}
+        if "lengths" in factories and "others" not in factories:
+            owner["others"] = "lengths"
+        # Most optimizers do the same with more groups, but LBFGS takes one.
+        split = len(factories) > 1 or weight_decay_on != "parts"
+        plans: dict[str, list[tuple[str, dict[str, Any], list[Any]]]] = {r: [] for r in factories}
         for group in self.param_groups:
-            swapped = [
-                part
-                for p in group["params"]
-                for part in ((held[p].g, held[p].v) if p in held else (p,))
-            ]
-            groups.append({**_settings(group), "params": swapped})
-        self._inner = inner(groups, **options)
-        for outer, group in zip(self.param_groups, self._inner.param_groups, strict=True):
-            outer.update(_settings(group))  # the inner optimizer's defaults, for schedulers to see
-        self.defaults.update(self._inner.defaults)
+            for role, shown, moved in self._by_role(group["params"], found, split):
+                settings = {k: v for k, v in group.items() if k not in ("params", *ROLES)}
+                settings.pop("param_names", None)
+                settings.update(group.get(role, {}))
+                plans[owner[role]].append((role, {**settings, "params": moved}, shown))
+        _check_matrices(matrices, plans["directions"])
+        self._inner: list[torch.optim.Optimizer] = []
+        self._slots: list[tuple[int, int]] = []
+        self._group_of: dict[nn.Parameter, int] = {}
+        self.param_groups = []
+        for role, plan in plans.items():
+            if not plan:
+                continue
+            inner = factories[role]([group for _, group, _ in plan])
+            if not isinstance(inner, torch.optim.Optimizer):
+                raise TypeError(f"expected an optimizer's class, got {type(inner).__name__}")
+            self._inner.append(inner)
+            for i, (part, _, shown) in enumerate(plan):
+                _place_decay(inner.param_groups[i], part, weight_decay_on)
+                if part in ("all", "directions"):
+                    self._group_of.update({p: len(self.param_groups) for p in shown if p in found})
+                self._slots.append((len(self._inner) - 1, i))
+                self.param_groups.append({"params": shown, **_settings(inner.param_groups[i])})
+            self.defaults = {**inner.defaults, **self.defaults}
+        if len(self._inner) > 1 and any(isinstance(o, torch.optim.LBFGS) for o in self._inner):
+            raise ValueError(
+                "LBFGS evaluates the loss many times per step, so it cannot be one of several "
+                "optimizers; use it for all parameters: WeightNormOptimizer(model, LBFGS)"
+            )
+        self._ids = [id(p) for p in self._parameters()]
+
+    def _by_role(
+        self, params: Sequence[nn.Parameter], found: dict[nn.Parameter, InPlaceWeight], split: bool
+    ) -> Iterator[tuple[str, list[nn.Parameter], list[nn.Parameter]]]:
+        """(role, the model's parameters, what the inner optimizer moves), none of it empty."""
+        moved: dict[str, list[nn.Parameter]] = {role: [] for role in ROLES}
+        together: list[nn.Parameter] = []
+        for p in params:
+            if (weight := found.get(p)) is None:
+                moved["others"].append(p)
+                together.append(p)
+                continue
+            g = [weight.g] if self._train_g else []
+            moved["directions"] += weight.directions
+            moved["lengths"] += g
+            together += [*g, *weight.directions]
+        if not split:
+            yield "all", list(params), together
+            return
+        shown = {
+            "directions": [p for p in params if p in found],
+            "lengths": [],  # g is not a parameter of the model
+            "others": moved["others"],
+        }
+        for role in ROLES:
+            if moved[role]:
+                yield role, shown[role], moved[role]
 
     def parts(self) -> dict[str, Parts]:
         """v and g of every normalized weight, by its name in the model."""
-        return {one.name: Parts(one.v, one.g) for one in self._held.values()}
+        with torch.no_grad():
+            return {weight.name: weight.parts(self._log) for weight in self._weights}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the inner optimizer on (v, g) and all other parameters."""
-        if [id(p) for p in self._parameters()] != self._ids:
-            raise RuntimeError(
-                "the parameters of the groups are others than at the start (DeepSpeed's ZeRO puts "
-                "flat ones in their place); use weight_norm_model with it instead"
-            )
-        for outer, group in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_settings(outer))
-        if closure is None:
-            self._pull()
-            self._inner.step()
-            self._push()
-            self._show_state()
-            return None
+        """One step of the inner optimizers on v, g and all other parameters."""
+        if not torch.compiler.is_compiling():
+            self._check_memory()
+        for group, inner in self._pairs():
+            inner.update(_settings(group))
+        loss = None
+        if closure is not None and len(self._inner) == 1 and not self._normalize_update:
+            loss = self._step_with(closure)
+        else:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step()
+        for group, inner in self._pairs():
+            group.update(_settings(inner))
+        self._stepped = True
+        return loss
+
+    def _step(self) -> None:
+        active = [self._active(units) for units in self._units]
+        self._to_directions(active, active)
+        try:
+            self._decay_weights(active)
+            before = []
+            if self._normalize_update:
+                before = [u.copies(a) for u, a in zip(self._units, active, strict=True)]
+            for inner in self._inner:
+                inner.step()
+            for units, which, copies in zip(self._units, active, before, strict=False):
+                units.normalize_update(which, copies, self._learning_rates(units))
+        finally:
+            self._to_weights(active, keep_norm=self._retract is not False)
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        """A step of an optimizer that may evaluate the loss again after moving v and g."""
+        every = [list(range(len(units.weights))) for units in self._units]
+        norms = [units.norm.clone() for units in self._units]
+        is_v = False
 
         def evaluate() -> Any:
-            self._push()
+            nonlocal is_v
+            if is_v:
+                self._to_weights(every, keep_norm=False)
+                is_v = False
             with torch.enable_grad():
                 loss = closure()
-            self._pull()
+            self._to_directions(every, [self._active(units) for units in self._units])
+            is_v = True
             return loss
 
-        self._pull()  # takes note of weights that were written to
-        loss = self._inner.step(evaluate)
-        self._push()
-        self._show_state()
-        return loss
+        self._to_directions(every, [[] for _ in every])
+        is_v = True
+        try:
+            self._decay_weights(every)
+            return self._inner[0].step(evaluate)
+        finally:
+            if is_v:
+                self._to_weights(every, keep_norm=False)
+            if self._retract is not False:
+                for units, norm in zip(self._units, norms, strict=True):
+                    units.norm.copy_(norm)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Set inner optimizers with modes (schedule-free ones) to training."""
+        self._set_mode("train")
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Set inner optimizers with modes (schedule-free ones) to evaluation."""
+        self._set_mode("eval")
+
+    def _set_mode(self, mode: str) -> None:
+        inner = [o for o in self._inner if hasattr(o, mode)]
+        if not inner:
+            return
+        self._check_memory()
+        every = [list(range(len(units.weights))) for units in self._units]
+        self._to_directions(every, [[] for _ in every])
+        try:
+            for optimizer in inner:
+                getattr(optimizer, mode)()
+        finally:
+            self._to_weights(every, keep_norm=self._retract is not False)
+        for group, theirs in self._pairs():
+            group.update(_settings(theirs))
+
+    def _active(self, units: Units) -> list[int]:
+        return [i for i, w in enumerate(units.weights) if w.weight.grad is not None]
+
+    def _to_directions(self, active: list[list[int]], gradients: list[list[int]]) -> None:
+        for units, which, graded in zip(self._units, active, gradients, strict=True):
+            if which:
+                units.to_directions(which, graded, train_g=self._train_g, project=self._project)
+
+    def _to_weights(self, active: list[list[int]], *, keep_norm: bool) -> None:
+        for units, which in zip(self._units, active, strict=True):
+            if which:
+                units.to_weights(which, keep_norm=keep_norm)
+            for weight in units.weights:
+                weight.clear_gradients()
+
+    def _decay_weights(self, active: list[list[int]]) -> None:
+        """w ← (1 − lr·weight_decay)·w for ``weight_decay_on="w"``: of w, g alone changes."""
+        for units, which in zip(self._units, active, strict=True):
+            for i in which:
+                group = self.param_groups[self._group_of[units.weights[i].weight]]
+                if decay := group.get("weight_decay_on_w", 0.0):
+                    units.shrink(i, 1 - float(group["lr"]) * decay)
+
+    def _learning_rates(self, units: Units) -> list[Any]:
+        return [self.param_groups[self._group_of[w.weight]]["lr"] for w in units.weights]
+
+    def _check_memory(self) -> None:
+        if [id(p) for p in self._parameters()] != self._ids:
+            raise RuntimeError(
+                "the groups hold other parameters than at construction (DeepSpeed's ZeRO replaces "
+                "them by flat ones); use weight_norm_model with it instead"
+            )
+        if any(weight.moved() for weight in self._weights):
+            self._bind()
+
+    def _bind(self) -> None:
+        """Follow the model to another device, dtype or memory."""
+        for weight in self._weights:
+            weight.bind()
+        self._units = units_by_device(self._weights, self._log)
+
+    def _pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Our parameter groups, each with the inner optimizer's."""
+        for group, (i, j) in zip(self.param_groups, self._slots, strict=True):
+            yield group, self._inner[i].param_groups[j]
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (p for group in self.param_groups for p in group["params"])
+
+    @property  # type: ignore[override]
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """What is kept for each of the model's parameters, by parameter. Empty before a step."""
+        return self._state() if "_inner" in self.__dict__ and self._stepped else {}
+
+    @state.setter
+    def state(self, value: object) -> None:
+        """torch's base class assigns one; the inner optimizers have it."""
+
+    def _state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        kept: dict[Tensor, dict[str, Any]] = {}
+        for inner in self._inner:
+            kept.update(inner.state)
+        found = {weight.weight: weight for weight in self._weights}
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        for p in self._parameters():
+            if p in found:
+                states[p] = _pack(found[p], kept)
+            elif kept.get(p):
+                states[p] = kept[p]
+        return states
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state in torch's layout, g and ‖v‖ included."""
+        number = {p: i for i, p in enumerate(self._parameters())}
+        return {
+            "state": {number[p]: dict(state) for p, state in self._state().items()},
+            "param_groups": [
+                {**_settings(group), "params": [number[p] for p in group["params"]]}
+                for group in self.param_groups
+            ],
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to a saved state; the model's weights follow."""
-        self._check(state_dict)
-        super().load_state_dict(state_dict)
-        inner: dict[Tensor, Any] = defaultdict(dict)
-        for parameter in self._parameters():
-            state, one = self.state.get(parameter), self._held.get(parameter)
-            if one is None:
-                inner.update({parameter: state} if state else {})
-            elif state:
-                inner.update({one.v: state["of_v"], one.g: state["of_g"]})
-                one.assign((state["v"], state["g"]))
-                one.push()
-            else:  # saved before the first step
-                one.assign(one.decomposed())
-        groups = self._inner.param_groups
-        self._inner.__setstate__({"state": inner, "param_groups": groups})
-        self._show_state()
-
-    def _check(self, state_dict: dict[str, Any]) -> None:
-        """Refuse the state of other weights before anything is changed."""
-        keys = (key for group in state_dict["param_groups"] for key in group["params"])
-        for key, parameter in zip(keys, self._parameters(), strict=False):  # torch counts them
-            state, one = state_dict["state"].get(key, {}), self._held.get(parameter)
-            if state and (one is not None) != ("of_v" in state):
-                raise ValueError(
-                    f"the state has {'no ' if one else ''}v and g for "
-                    f"{one.name if one else f'parameter {key}, which is not normalized here'}; "
-                    "expected one of a WeightNormOptimizer with the same weights"
-                )
-            if state and one and state["v"].shape != one.v.shape:
-                got, expected = tuple(state["v"].shape), tuple(one.v.shape)
-                raise ValueError(f"{one.name}: the state's v is {got}, expected {expected}")
-
-    def _show_state(self) -> None:
-        """Let `state` tell what the inner optimizer keeps: torch saves, loads and shards that."""
-        self.state.clear()
-        kept = self._inner.state
-        for parameter in self._parameters():
-            one = self._held.get(parameter)
-            self.state[parameter] = (
-                kept.get(parameter, {})
-                if one is None
-                else {
-                    "v": one.v.detach(),
-                    "g": one.g.detach(),
-                    "of_v": kept.get(one.v, {}),
-                    "of_g": kept.get(one.g, {}),
+        """Return to a saved state; the model's weights are loaded with the model."""
+        saved = _by_parameter(self.param_groups, state_dict)
+        _check_state(self._weights, saved)
+        self._check_memory()
+        inner_state: dict[Tensor, dict[str, Any]] = {}
+        found = {weight.weight: weight for weight in self._weights}
+        for p, state in saved.items():
+            if p in found:
+                _unpack(found[p], state, inner_state)
+            else:
+                inner_state[p] = state
+        loaded = dict(zip(self._slots, state_dict["param_groups"], strict=True))
+        for i, inner in enumerate(self._inner):
+            numbers = {p: n for n, p in enumerate(_params(inner))}
+            inner.load_state_dict(
+                {
+                    "state": {n: inner_state[p] for p, n in numbers.items() if inner_state.get(p)},
+                    "param_groups": [
+                        {**_settings(loaded[i, j]), "params": [numbers[p] for p in group["params"]]}
+                        for j, group in enumerate(inner.param_groups)
+                    ],
                 }
             )
+        for group, inner_group in self._pairs():
+            group.update(_settings(inner_group))
+        self._stepped = any(inner.state for inner in self._inner)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle takes along; together with the model, or its weights are lost."""
-        return {**super().__getstate__(), "_held": self._held, "_inner": self._inner}
+        """For a copy or a pickle; take the model along in the same one, or its weights are lost."""
+        return {k: v for k, v in self.__dict__.items() if k not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._ids = [id(p) for p in self._parameters()]
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (p for group in self.param_groups for p in group["params"])
+        self._bind()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed once the optimizer is built: build another one instead."""
@@ -179,36 +418,221 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             raise ValueError("add parameter groups by building a new WeightNormOptimizer")
         super().add_param_group(param_group)
 
-    @torch.no_grad()
-    def _pull(self) -> None:
-        for one in self._held.values():
-            one.pull()
 
-    @torch.no_grad()
-    def _push(self) -> None:
-        for one in self._held.values():
-            one.push()
+_NOT_COPIED = (
+    "step",
+    "_units",
+    "_ids",
+    "_zero_grad_profile_name",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _held(model: nn.Module, where: Callable[[str, nn.Module], bool] | None) -> Iterator[Held]:
-    seen: set[int] = set()
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _pack(weight: InPlaceWeight, kept: dict[Tensor, dict[str, Any]]) -> dict[str, Any]:
+    """A weight's state under flat keys."""
+    state: dict[str, Any] = {}
+    for i, direction in enumerate(weight.directions):
+        prefix = f"block{i}." if len(weight.directions) > 1 else ""
+        state.update({f"{prefix}{k}": v for k, v in kept.get(direction, {}).items()})
+    state.update({f"g.{k}": v for k, v in kept.get(weight.g, {}).items()})
+    state.update({"g": weight.g.detach(), "v_norm": weight.norm})
+    if weight.copy is not None:
+        state["float32"] = weight.copy.detach()
+    return state
+
+
+def _unpack(
+    weight: InPlaceWeight, state: dict[str, Any], kept: dict[Tensor, dict[str, Any]]
+) -> None:
+    weight.g.detach().copy_(state["g"])
+    weight.norm.copy_(state["v_norm"])
+    if weight.copy is not None:
+        weight.copy.detach().copy_(state["float32"])
+    kept[weight.g] = {k[2:]: v for k, v in state.items() if k.startswith("g.")}
+    if len(weight.directions) == 1:
+        own = {k: v for k, v in state.items() if not k.startswith("g.")}
+        for key in ("g", "v_norm", "float32"):
+            own.pop(key, None)
+        kept[weight.directions[0]] = own
+        return
+    for i, direction in enumerate(weight.directions):
+        prefix = f"block{i}."
+        kept[direction] = {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
+
+
+def _by_parameter(
+    groups: list[dict[str, Any]], state_dict: dict[str, Any]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """The saved state of each parameter, with torch's checks and words."""
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError(
+            f"loaded state dict has {len(saved)} parameter groups, expected {len(groups)}"
+        )
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of "
+            "optimizer's group"
+        )
+    keys = (key for group in saved for key in group["params"])
+    params = (p for group in groups for p in group["params"])
+    found = ((p, state_dict["state"].get(key)) for p, key in zip(params, keys, strict=True))
+    return {p: state for p, state in found if state}
+
+
+def _check_state(weights: list[InPlaceWeight], saved: dict[Any, dict[str, Any]]) -> None:
+    """Refuse the state of other weights before anything is changed."""
+    expected = {weight.weight: weight for weight in weights}
+    for p, state in saved.items():
+        if (weight := expected.get(p)) is None:
+            if "v_norm" in state:
+                raise ValueError(
+                    f"the state has g for a parameter of shape {tuple(p.shape)} that is not "
+                    "normalized here; expected one of a WeightNormOptimizer with the same weights"
+                )
+            continue
+        if "v_norm" not in state:
+            raise ValueError(
+                f"the state has no g for {weight.name}; expected one of a WeightNormOptimizer with "
+                "the same weights. To start from a trained model, build the optimizer on it"
+            )
+        if state["g"].shape != weight.g.shape:
+            got, shape = tuple(state["g"].shape), tuple(weight.g.shape)
+            raise ValueError(f"{weight.name}: the state's g is {got}, expected {shape}")
+
+
+def _check_options(
+    scale: str, train_g: bool, project: bool, retract: object, weight_decay_on: str | None
+) -> None:
+    if scale not in ("linear", "log"):
+        raise ValueError(f'scale={scale!r} is unknown; expected "linear" or "log"')
+    if weight_decay_on not in DECAYS:
+        raise ValueError(
+            f"weight_decay_on={weight_decay_on!r} is unknown; expected one of {DECAYS}"
+        )
+    if isinstance(retract, str) and retract != "rms":
+        raise ValueError(f'retract={retract!r} is unknown; expected True, a number or "rms"')
+    if not isinstance(retract, bool | str) and not retract > 0:  # type: ignore[operator]
+        raise ValueError(f"retract={retract} cannot be the norm of v; expected a positive number")
+    if not project and train_g:
+        raise ValueError(
+            "project=False leaves the component of the gradient along v in ∇v, but g is trained by "
+            "it too; pass train_g=False with it"
+        )
+    if not train_g and weight_decay_on in ("w", "g"):
+        raise ValueError(
+            f"weight_decay_on={weight_decay_on!r} would change g, but train_g=False; "
+            "pass weight_decay_on=None"
+        )
+
+
+def _place_decay(group: dict[str, Any], role: str, weight_decay_on: str | None) -> None:
+    """Let weight decay act on the parts that it is meant for."""
+    if weight_decay_on == "parts" or role == "others":
+        return
+    if "weight_decay" not in group:
+        raise ValueError(
+            f"weight_decay_on={weight_decay_on!r} needs an optimizer with `weight_decay`; it has "
+            f"{sorted(_settings(group))}"
+        )
+    if weight_decay_on == "w" and role == "directions":
+        group["weight_decay_on_w"] = group["weight_decay"]
+    if weight_decay_on != "g" or role != "lengths":
+        group["weight_decay"] = 0.0
+
+
+def _moves_matrices(inner: Factory) -> bool:
+    """Whether an optimizer takes matrices only."""
+    made = inner.func if isinstance(inner, functools.partial) else inner
+    muon = getattr(torch.optim, "Muon", None)
+    return muon is not None and isinstance(made, type) and issubclass(made, muon)
+
+
+def _check_matrices(matrices: bool, plan: list[tuple[str, dict[str, Any], list[Any]]]) -> None:
+    if matrices and any(p.ndim != 2 for _, group, _ in plan for p in group["params"]):
+        raise ValueError(
+            "the optimizer of the directions moves matrices only; give g and all other parameters "
+            "another one: lengths=functools.partial(torch.optim.AdamW, lr=…)"
+        )
+
+
+def _stacked(layer: nn.Module, name: str) -> int:
+    """How many matrices a layer stacks along axis 0 of a weight."""
+    if isinstance(layer, nn.MultiheadAttention) and name == "in_proj_weight":
+        return 3
+    if isinstance(layer, nn.LSTM | nn.LSTMCell):
+        return 4
+    return 3 if isinstance(layer, nn.GRU | nn.GRUCell) else 1
+
+
+def _weights(
+    model: nn.Module,
+    where: Where | None,
+    dim: Dim | Callable[[str, nn.Module], Dim],
+    matrices: bool,
+) -> Iterator[InPlaceWeight]:
+    """The plain weights to normalize, tied ones once."""
+    seen: dict[int, tuple[str, tuple[int | None, int]]] = {}
+    already = 0
     for path, module, name in layers.chosen_weights(model, where):
         weight = module._parameters.get(name)
-        if weight is not None and weight.requires_grad and id(weight) not in seen:
-            seen.add(id(weight))
-            if weight.is_meta:
+        if weight is None:
+            already += 1
+            continue
+        if not weight.requires_grad:
+            continue
+        _check_weight(path, module, name, weight)
+        chosen = dim(path.rpartition(".")[0], module) if callable(dim) else dim
+        axis: tuple[int | None, int]
+        axis = layers.unit_axis(module, name) if chosen == "auto" else (chosen, 1)
+        if chosen == "auto" and weight.ndim < 2:
+            raise ValueError(
+                f"{path} has shape {tuple(weight.shape)}: not one row for each unit, but what "
+                "FullyShardedDataParallel or DeepSpeed's ZeRO leaves of it on this rank; shard "
+                "the model with torch.distributed.fsdp.fully_shard instead"
+            )
+        axis = (resolve_dim(axis[0], weight.ndim), axis[1])
+        if id(weight) in seen:
+            if seen[id(weight)][1] != axis:
                 raise ValueError(
-                    f"{path} is on the meta device: there is nothing to take apart; give the model "
-                    "memory and values first"
+                    f"{path} is tied to {seen[id(weight)][0]}, whose units lie along another axis; "
+                    "leave one of them out with `where`"
                 )
-            if weight.ndim < 2:
-                raise ValueError(
-                    f"{path} has shape {tuple(weight.shape)}: not one row for each unit, but what "
-                    "FullyShardedDataParallel or DeepSpeed's ZeRO leaves of it on this rank; shard "
-                    "the model with torch.distributed.fsdp.fully_shard instead"
-                )
-            yield Held(path, weight, *layers.unit_axis(module, name))
+            continue
+        seen[id(weight)] = path, axis
+        yield InPlaceWeight(path, weight, *axis, blocks=_stacked(module, name) if matrices else 0)
+    if not seen:
+        reason = (
+            f"its {already} weights are normalized already; give their v and g to any torch "
+            "optimizer, or call remove_weight_norm(model) first"
+            if already
+            else "`where` and requires_grad leave no weight of a layer torch knows"
+        )
+        raise ValueError(f"nothing to normalize in {type(model).__name__}: {reason}")
+
+
+def _check_weight(path: str, module: nn.Module, name: str, weight: nn.Parameter) -> None:
+    if isinstance(weight, UninitializedParameter):
+        raise ValueError(f"{path} has no shape yet; run a batch through the model first")
+    if weight.is_meta:
+        raise ValueError(
+            f"{path} is on the meta device: there is nothing to take apart; give the model "
+            "memory and values first"
+        )
+    if not weight.is_floating_point():
+        raise TypeError(f"{path} is {weight.dtype}; weight norm needs real floating-point weights")
+    if (reason := layers.refusal(module, name)) is not None:
+        raise ValueError(f"{path} cannot be weight-normalized: {reason}")

@@ -1,4 +1,4 @@
-"""Data-dependent initialization: eq. 5 and 6 on any model, reported, and undone when it fails."""
+"""Data-dependent initialization: eq. 5 and 6 on any model, what is reported, and failures."""
 
 import copy
 
@@ -6,13 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from ranks import on_ranks
 from weightnorm import (
     MeanOnlyBatchNorm2d,
     data_dependent_init,
+    data_init,
     mean_only_batch_norm,
     parts,
     weight_norm,
@@ -34,7 +37,7 @@ def is_normal(t, unit=1, std=1.0, atol=1e-5):
 
 
 def outputs(model, x):
-    """The output of every layer with a weight, in running order."""
+    """Return the output of every layer with a weight, in the order in which they run."""
     seen = []
     hooks = [
         m.register_forward_hook(lambda m, i, o: seen.append(o.detach()))
@@ -60,13 +63,13 @@ def convnet():
     )
 
 
-def hooked(model):
+def torch_hooks(model):
     for layer in model:
         if hasattr(layer, "weight"):
             nn.utils.weight_norm(layer, dim=int(isinstance(layer, nn.ConvTranspose2d)))
 
 
-def torchs(model):
+def torch_parametrizations(model):
     for layer in model:
         if hasattr(layer, "weight"):
             parametrizations.weight_norm(layer)
@@ -78,14 +81,14 @@ FLAVOURS = {
     "log-scale": lambda model: weight_norm_model(model, scale="log"),
     "other-axis": lambda model: weight_norm_model(model, dim=2, where=lambda n, m: "4" in n),
     "one-g": lambda model: weight_norm_model(model, dim=None),
-    "torch-parametrization": torchs,
-    "torch-hook": hooked,
+    "torch-parametrization": torch_parametrizations,
+    "torch-hook": torch_hooks,
 }
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("flavour", FLAVOURS.values(), ids=FLAVOURS.keys())
-def test_every_pre_activation_starts_at_mean_0_and_std_1(flavour):
+def test_every_pre_activation_has_mean_0_and_std_1(flavour):
     model, x = convnet(), 3 * torch.randn(40, 3, 6, 6) + 1
     flavour(model)
     report = data_dependent_init(model, x)
@@ -93,9 +96,13 @@ def test_every_pre_activation_starts_at_mean_0_and_std_1(flavour):
     seen = outputs(model, x)
     assert len(seen) == 4
     assert all(is_normal(t) for t in seen)
+    for row, t in zip(report.done, seen, strict=True):
+        mean, std = moments(t)
+        assert row.mean_after == pytest.approx(mean.mean().item(), abs=1e-5)
+        assert row.std_after == pytest.approx(std.mean().item(), abs=1e-5)
 
 
-def test_it_is_the_papers_formula_layer_by_layer():
+def test_matches_equations_5_and_6_layer_by_layer():
     model, x = convnet().double(), torch.randn(30, 3, 6, 6, dtype=torch.float64)
     weight_norm_model(model)
     v = {i: parts(model[i]).v.detach().clone() for i in (0, 2, 4, 7)}
@@ -122,7 +129,7 @@ def test_it_is_the_papers_formula_layer_by_layer():
         x = (t - mean.view(shape)) / std.view(shape)
 
 
-def test_other_batches_come_out_nearly_normal():
+def test_other_batches_have_mean_near_0_and_std_near_1():
     model = convnet()
     data_dependent_init(model, torch.randn(200, 3, 6, 6))
     for t in outputs(model, torch.randn(200, 3, 6, 6)):
@@ -131,7 +138,7 @@ def test_other_batches_come_out_nearly_normal():
         assert (std - 1).abs().max() < 0.4
 
 
-def test_layers_without_bias_get_their_scale_only():
+def test_layers_without_bias_are_only_scaled():
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False))
     x = torch.randn(50, 4) + 1
     data_dependent_init(model, x)
@@ -140,7 +147,7 @@ def test_layers_without_bias_get_their_scale_only():
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, MeanOnlyBatchNorm2d])
-def test_batch_statistics_behind_a_layer_are_not_touched(norm):
+def test_running_statistics_are_restored(norm):
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), norm(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
     weight_norm_model(model)
     before = copy.deepcopy(dict(model.named_buffers()))
@@ -153,7 +160,7 @@ def test_batch_statistics_behind_a_layer_are_not_touched(norm):
     assert (model[1].bias == 0).all()
 
 
-def test_centred_layers_keep_b_at_zero_and_their_running_mean():
+def test_mean_only_layers_keep_bias_and_running_mean_at_zero():
     model = nn.Sequential(
         mean_only_batch_norm(weight_norm(nn.Conv2d(3, 4, 3))),
         nn.ReLU(),
@@ -169,7 +176,7 @@ def test_centred_layers_keep_b_at_zero_and_their_running_mean():
     assert is_normal(model(x))
 
 
-def test_noise_and_dropout_stay_as_the_mode_has_them():
+def test_training_mode_is_kept():
     model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 8))
     x = torch.randn(100, 4)
     for mode in (True, False):
@@ -191,7 +198,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("target", [{"1.second": 0.1}, {"*.second": 0.1}])
-def test_a_target_std_for_each_layer(target):
+def test_target_std_by_layer_name_or_pattern(target):
     model, x = nn.Sequential(nn.Linear(6, 6), Residual(), nn.Linear(6, 2)), torch.randn(60, 6)
     report = data_dependent_init(model, x, target_std=target)
     seen = outputs(model, x)
@@ -201,13 +208,13 @@ def test_a_target_std_for_each_layer(target):
     assert [row.target_std for row in report] == [1, 1, 0.1, 1]
 
 
-def test_one_target_std_for_all():
+def test_one_target_std_for_all_layers():
     model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(60, 6)
     data_dependent_init(model, x, target_std=0.5)
     assert all(is_normal(t, std=0.5) for t in outputs(model, x))
 
 
-def test_shared_layers_are_set_at_their_first_use():
+def test_layer_used_twice_is_set_at_first_use():
     shared = nn.Linear(6, 6)
     model, x = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(6, 2)), torch.randn(60, 6)
     report = data_dependent_init(model, x)
@@ -217,7 +224,7 @@ def test_shared_layers_are_set_at_their_first_use():
     assert is_normal(seen[2])
 
 
-def test_models_with_several_inputs_and_another_forward():
+def test_several_inputs_and_custom_forward():
     class Pair(nn.Module):
         def __init__(self):
             super().__init__()
@@ -232,14 +239,14 @@ def test_models_with_several_inputs_and_another_forward():
     assert is_normal(model.out(model.mix(a, b)))
 
 
-def test_sequences_and_unbatched_axes_count_as_examples():
+def test_all_axes_but_units_count_as_examples():
     layer, x = nn.Linear(4, 3), torch.randn(5, 7, 4) + 1
     data_dependent_init(layer, x)
     assert is_normal(layer(x), unit=-1)
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_dead_units_are_left_alone_and_reported(normed):
+def test_dead_units_are_unchanged_and_reported(normed):
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     with torch.no_grad():
         model[0].weight[1] = 0
@@ -254,13 +261,13 @@ def test_dead_units_are_left_alone_and_reported(normed):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_a_constant_channel_far_from_zero_is_dead_too():
+def test_constant_channel_far_from_zero_is_dead():
     layer, x = nn.Linear(3, 2), torch.full((40, 3), 1234.567)
     report = data_dependent_init(layer, x)
     assert report.dead == {"": (0, 1)}
 
 
-def test_recurrent_layers_and_other_strangers_are_skipped_with_a_reason():
+def test_recurrent_and_unused_layers_are_skipped_with_a_reason():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -286,7 +293,7 @@ def test_recurrent_layers_and_other_strangers_are_skipped_with_a_reason():
     assert is_normal(model(x), unit=-1)
 
 
-def test_lazy_layers_are_set_on_their_first_pass():
+def test_lazy_layers():
     model, x = nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(2)), torch.randn(40, 3)
     weight_norm_model(model)
     data_dependent_init(model, x)
@@ -294,7 +301,7 @@ def test_lazy_layers_are_set_on_their_first_pass():
     assert is_normal(model(x))
 
 
-def test_the_report_prints_as_a_table():
+def test_report_prints_as_a_table():
     model = nn.Sequential(weight_norm(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 2))
     text = str(data_dependent_init(model, torch.randn(100, 4)))
     head, line, first, second = text.splitlines()
@@ -305,7 +312,7 @@ def test_the_report_prints_as_a_table():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype):
+def test_half_and_double_precision(dtype):
     model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(200, 4)
     model, x = model.to(dtype), x.to(dtype)
     weight_norm_model(model)
@@ -314,24 +321,57 @@ def test_other_dtypes(dtype):
 
 
 def unchanged(model, before):
+    """Assert that no parameter, buffer or hook differs from before."""
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     assert not any(m._forward_hooks for m in model.modules())
 
 
+class Poison(nn.Module):
+    """Replaces the largest input by a value that is not finite."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, x):
+        return torch.where(x == x.max(), self.value, x)
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_and_infinity_are_refused_by_layer(bad, normed):
-    class Poison(nn.Module):
-        def forward(self, x):
-            return torch.where(x == x.max(), bad, x)
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Poison(), nn.Linear(4, 2))
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("batch", "the init batch contains NaN or infinity"),
+        ("module", "layer '3' received NaN or infinity, though the init batch has none"),
+        ("weight", "layer '3' gave NaN or infinity for a finite input"),
+    ],
+)
+def test_nan_and_infinity_raise_with_their_origin(where, message, bad, normed):
+    poison = Poison(bad) if where == "module" else nn.Identity()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), poison, nn.Linear(4, 2))
     if normed:
         weight_norm_model(model)
+    x = torch.randn(20, 4)
+    if where == "batch":
+        x[3, 2] = bad
+    if where == "weight":
+        with torch.no_grad():
+            model[3].bias[0] = bad
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="layer '3' gave NaN or infinity on the init batch"):
-        data_dependent_init(model, torch.randn(20, 4))
+    with pytest.raises(ValueError, match=message):
+        data_dependent_init(model, x)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: weight_norm(nn.Linear(4, 3))])
+def test_integer_input_raises(make):
+    model = nn.Sequential(make())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"layer '0' received torch.int64, expected floating"):
+        data_dependent_init(model, torch.randint(9, (20, 4)))
     unchanged(model, before)
 
 
@@ -339,43 +379,45 @@ def test_nan_and_infinity_are_refused_by_layer(bad, normed):
     ("model", "x"),
     [
         (nn.Linear(4, 3), torch.randn(1, 4)),
+        (nn.Linear(4, 3), torch.randn(0, 4)),
+        (nn.Conv2d(3, 4, 3), torch.randn(0, 3, 8, 8)),
         (nn.Linear(4, 3), torch.randn(4)),
         (nn.Conv2d(3, 4, 3), torch.randn(1, 3, 8, 8)),
         (nn.Conv2d(3, 4, 3), torch.randn(3, 8, 8)),
     ],
 )
-def test_a_batch_of_one_is_refused(model, x):
+def test_batch_of_one_or_none_raises(model, x):
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"saw 1 example\(s\): .* two or more"):
+    with pytest.raises(ValueError, match=r"saw [01] example\(s\): .* two or more"):
         data_dependent_init(model, x)
     unchanged(model, before)
 
 
-def test_a_failing_model_is_put_back():
+def test_model_is_restored_when_forward_raises():
     class Broken(nn.Module):
         def forward(self, x):
-            raise RuntimeError("out of order")
+            raise RuntimeError("broken forward")
 
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Broken())
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="out of order"):
+    with pytest.raises(RuntimeError, match="broken forward"):
         data_dependent_init(model, torch.randn(20, 4))
     unchanged(model, before)
 
 
 @pytest.mark.parametrize(
-    ("target", "says"),
+    ("target", "message"),
     [
-        ({"3.secnd": 0.1}, "no layer is called so"),
+        ({"3.secnd": 0.1}, r"no layer matches '3.secnd'; there are \['0'\]"),
         (0.0, "must be a positive number; got 0.0"),
         ({"0": -1.0}, "must be a positive number; got -1.0 for '0'"),
         (float("nan"), "must be a positive number"),
     ],
 )
-def test_impossible_targets_are_refused(target, says):
+def test_invalid_target_std_raises(target, message):
     model = nn.Sequential(nn.Linear(4, 4))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         data_dependent_init(model, torch.randn(20, 4), target_std=target)
     unchanged(model, before)
 
@@ -385,7 +427,7 @@ SPLITS = {2: [(0, 11), (11, 40)], 3: [(0, 1), (1, 40), (40, 40)]}
 
 def _initialized(rows=slice(None), wrap=lambda model: model, group=None):
     torch.manual_seed(0)
-    model = convnet()
+    model = convnet().append(nn.ReLU()).append(SquashedLinear(10, 5))
     weight_norm_model(model, where=lambda name, module: name != "2")
     data_dependent_init(wrap(model), torch.randn(40, 3, 6, 6)[rows], group=group)
     return {k: v.clone() for k, v in model.state_dict().items()}
@@ -400,7 +442,7 @@ def _ranked(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3], ids=["uneven", "one-rank-empty"])
-def test_ranks_together_are_one_process(world):
+def test_ranks_give_the_result_of_one_process(world):
     results = on_ranks(world, _ranked, world)
     alone = _initialized()
     for result in results:
@@ -411,7 +453,7 @@ def test_ranks_together_are_one_process(world):
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_moments_are_exact_to_rounding_in_every_layout(layout):
+def test_moments_are_exact_in_every_memory_layout(layout):
     torch.manual_seed(0)
     spread = torch.tensor([2.0, 0.1, 1e-3, 0.0]).view(4, 1, 1)
     t = (1 + spread * torch.randn(50, 4, 16, 16)).to(memory_format=layout)
@@ -419,3 +461,191 @@ def test_moments_are_exact_to_rounding_in_every_layout(layout):
     expected, expected_mean = torch.var_mean(t.double(), (0, 2, 3), correction=0)
     torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(variance.double(), expected, rtol=1e-6, atol=0)
+
+
+# Layers that share parameters
+
+
+def tied(normed=False):
+    """Two linear layers with one weight and a bias each."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
+    model[2].weight = model[0].weight
+    if normed:
+        weight_norm_model(model)
+    return model
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_tied_weight_is_scaled_once(normed):
+    model, x = tied(normed), 2 * torch.randn(80, 6) + 1
+    report = data_dependent_init(model, x)
+    assert [row.name for row in report.done] == ["0", "3"]
+    (row,) = report.skipped
+    assert (row.name, row.skipped) == ("2", "shares a parameter with '0', which ran first")
+    assert torch.equal(model[0].weight, model[2].weight)
+    seen = outputs(model, x)
+    assert is_normal(seen[0])
+    assert is_normal(seen[2])
+
+
+def test_weights_tied_by_memory_are_scaled_once():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    x = torch.randn(80, 6)
+    report = data_dependent_init(model, x)
+    assert [row.name for row in report.done] == ["0"]
+    assert is_normal(model[0](x))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_head_tied_to_an_embedding_is_skipped(normed):
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+            self.inner = nn.Linear(6, 6)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.inner(self.embed(x)))
+
+    model, x = Language(), torch.randint(9, (30, 4))
+    if normed:
+        weight_norm_model(model, where=lambda name, module: True)
+    before = model.embed.weight.detach().clone()
+    report = data_dependent_init(model, x)
+    assert [row.name for row in report.done] == ["inner"]
+    reason = "shares a parameter with 'embed' (Embedding), which would change too"
+    assert {row.name: row.skipped for row in report.skipped}["head"] == reason
+    assert torch.equal(model.embed.weight, before)
+    assert is_normal(model.inner(model.embed(x)), unit=-1)
+
+
+# Layers whose output is not a linear map of their weight
+
+
+class StandardizedConv(nn.Conv2d):
+    """Weight standardization: (w − mean)/std per unit, with a gain, as in NF-ResNet and BiT."""
+
+    gain = 5.0
+
+    def forward(self, x):
+        mean = self.weight.mean((1, 2, 3), keepdim=True)
+        std = self.weight.std((1, 2, 3), keepdim=True, correction=0)
+        return self._conv_forward(x, self.gain * (self.weight - mean) / (std + 1e-6), self.bias)
+
+
+class SquashedLinear(nn.Linear):
+    """Depends on its weight smoothly but not linearly."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight / (1 + self.weight.abs()).sqrt(), self.bias)
+
+
+class NoisyLinear(nn.Linear):
+    """Adds noise in forward, so that two calls differ."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.01 * torch.randn(x.shape[0], self.out_features)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_weight_standardized_layers_are_skipped(bias, normed):
+    model = nn.Sequential(
+        StandardizedConv(3, 8, 3, bias=bias), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)
+    )
+    if normed:
+        weight_norm_model(model)
+    x = torch.randn(50, 3, 6, 6)
+    before, out = copy.deepcopy(model[0].state_dict()), model[0](x)
+    report = data_dependent_init(model, x)
+    assert [row.name for row in report.done] == ["3"]
+    (row,) = report.skipped
+    assert row.name == "0"
+    std = moments(out)[1].mean()
+    assert std > 10
+    assert "its output does not follow its weight" in row.skipped
+    unchanged(model[0], before)
+    assert is_normal(model(x))
+
+
+@pytest.mark.parametrize("target", [1.0, 0.3])
+@pytest.mark.parametrize("make", [SquashedLinear, NoisyLinear])
+def test_layers_that_are_not_linear_in_their_weight_are_corrected(make, target):
+    model, x = nn.Sequential(make(6, 5), nn.ReLU(), nn.Linear(5, 2)), 3 * torch.randn(400, 6) + 1
+    report = data_dependent_init(model, x, target_std={"0": target})
+    assert [row.name for row in report.done] == ["0", "2"]
+    mean, std = moments(model[0](x))
+    assert mean.abs().max() < 0.06 * target
+    torch.testing.assert_close(std, torch.full((5,), target), rtol=0.06, atol=0)
+    assert report.done[0].std_after == pytest.approx(std.mean().item(), abs=5e-3)
+
+
+def test_hook_that_changes_the_input_is_applied_once():
+    layer, x = nn.Linear(4, 3), torch.randn(60, 4)
+    layer.register_forward_pre_hook(lambda module, args: (2 * args[0] + 1,))
+    report = data_dependent_init(layer, x)
+    assert len(report.done) == 1
+    assert is_normal(layer(x))
+
+
+class Pair(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Heads(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).unflatten(-1, (2, -1))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (Pair(4, 4), "its output is not a floating-point tensor (tuple)"),
+        (Heads(4, 4), "its output of shape (20, 2, 2) has no axis of its units"),
+        (parametrizations.spectral_norm(nn.Linear(4, 4)), "its weight is computed by another"),
+        (nn.utils.spectral_norm(nn.Linear(4, 4)), "its weight is computed by another"),
+        (prune.identity(nn.Linear(4, 4), "bias"), "its bias is computed by another"),
+    ],
+    ids=["tuple", "reshaped", "parametrization", "hook", "pruned-bias"],
+)
+def test_layers_that_cannot_be_set_are_skipped(layer, reason):
+    before = copy.deepcopy({n: p.detach() for n, p in layer.named_parameters()})
+    (row,) = data_dependent_init(layer, torch.randn(20, 4))
+    assert row.skipped.startswith(reason)
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+# Reads of the device
+
+
+@pytest.fixture
+def pretended_accelerator():
+    """Fake tensors on a device that is not the CPU: reading data or mixing devices raises."""
+    if torch._C._get_privateuse1_backend_name() != "pretend":
+        _setup_privateuseone_for_python_backend("pretend")
+    with FakeTensorMode(), torch.device("pretend"):
+        yield
+
+
+@pytest.mark.usefixtures("pretended_accelerator")
+@pytest.mark.parametrize("normalize", [lambda model: None, weight_norm_model])
+def test_one_device_read_per_layer(normalize, monkeypatch):
+    reads = []
+
+    def to_host(numbers):
+        reads.append(numbers.device.type)
+        measured = {"count": 1e4, "differs": 0.0, "finite": 1.0, "means": [0, 1, 0, 1]}
+        head = [measured["count"], measured["differs"], measured["finite"], *measured["means"], 0]
+        return [*map(float, head), *[0.0] * (len(numbers) - len(head))]
+
+    monkeypatch.setattr(data_init, "_to_host", to_host)
+    model = convnet()
+    normalize(model)
+    report = data_dependent_init(model, torch.randn(40, 3, 6, 6))
+    assert len(report.done) == 4
+    assert reads == ["pretend"] * 4

@@ -1,11 +1,19 @@
 """Data-dependent initialization (section 3): one forward pass that sets every scale and bias.
 
-At each layer, in running order: t = v·x/‖v‖; μ, σ over the batch; g ← 1/σ, b ← −μ/σ (eq. 6); and
-the layer passes on (t − μ)/σ (eq. 5), so the next one is measured on what it will really see.
+At each layer, in the order in which they run: t = v·x/‖v‖; μ, σ over the batch; g ← 1/σ,
+b ← −μ/σ (eq. 6). The layer then passes on (t − μ)/σ (eq. 5), so that the next layer is measured on
+the input it will have in training.
 
 Note [init scales g, not w]
-    Only g and b are set: v keeps the scale it was drawn with, which is the scale its gradient
-    steps are measured against. A plain layer has no g, so its w is divided by σ.
+    Only g and b are set. v keeps the norm it was drawn with, since ‖v‖ determines the effective
+    learning rate. A layer without weight norm has no g, so its w is divided by σ.
+
+Note [what is reported was measured]
+    For a linear map the new output follows from the old one, which saves a second pass: scale·t
+    plus an offset. A class may transform its weight in forward (weight standardization), so each
+    layer runs again on two examples. If the results agree, the computed output is the layer's, and
+    its moments are reported. If not, the layer runs again on the whole batch, is corrected from the
+    moments found there, and is left as it was if that does not give the target.
 """
 
 from __future__ import annotations
@@ -14,16 +22,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer
 from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.utils._pytree import tree_leaves, tree_map
 
 from weightnorm import kernels, layers
-from weightnorm.distributed import Group, moments_over_ranks
+from weightnorm.distributed import Group, moments_over_ranks, sum_over_ranks
 from weightnorm.dtensor import refuse_sharded
 from weightnorm.init_report import InitReport, LayerInit
 from weightnorm.inspection import is_weight_normed, normalized_weight
@@ -31,9 +40,14 @@ from weightnorm.kernels import wide_dtype
 from weightnorm.mean_only import Centered
 
 TargetStd = float | Mapping[str, float]
+Backups = list[tuple[Tensor, Tensor]]
 
 _DEAD = 1e-6
-"""A unit whose σ is this small beside its mean is constant but for rounding: it is dead."""
+"""A unit with σ below this fraction of |μ| is constant up to rounding, and has no scale."""
+_TOLERANCE = 0.05
+"""Largest deviation of a unit's mean and std from the target, as a fraction of the target std."""
+_RERUNS = 3
+"""How often a layer that is not linear in its weight is run and corrected before it is skipped."""
 
 
 @torch.no_grad()
@@ -46,22 +60,27 @@ def data_dependent_init(
 ) -> InitReport:
     """Set scales and biases so that all pre-activations have mean 0 and std 1 on `batch`.
 
-    Works on any model, normalized (g and b are set) or plain (w and b are). The model runs once,
-    in the mode it is in: with ``model.train()`` noise and dropout are on, as in the paper. Running
-    statistics and all other buffers stay as they were. Call it once, before building the optimizer.
+    Works on weight-normalized layers (sets g and b) and on plain ones (sets w and b). The model
+    runs once, in the mode it is in: with ``model.train()`` noise and dropout are on, as in the
+    paper. Running statistics and all other buffers are restored. Call it once, before building the
+    optimizer.
 
     Args:
-        model: linear, bilinear and convolutional layers are initialized. Recurrent ones keep their
-            initialization, as in the paper, and the report says so.
-        batch: what the model is called with; the paper's code takes 500 training examples.
-        target_std: the std to aim at, or one for each layer by name or pattern, such as
-            ``{"blocks.*.conv2": 0.1}`` for residual branches; layers not named get 1.
-        group: measure on the batches of all ranks of this process group together; by default that
-            of a DistributedDataParallel model, whose ranks must not part. Before ``fully_shard``.
-        forward: what to call with the batch in place of the model.
+        model: its linear, bilinear and convolutional layers are initialized. Recurrent layers keep
+            their initialization, as in the paper, and are reported as skipped.
+        batch: the arguments of the model; the paper's code uses 500 training examples.
+        target_std: the target standard deviation, or one per layer by name or pattern, such as
+            ``{"blocks.*.conv2": 0.1}`` for residual branches; other layers get 1.
+        group: process group over whose ranks mean and std are taken. Default: the group of a
+            DistributedDataParallel model. Call this function before ``fully_shard``.
+        forward: called with the batch instead of the model.
 
-    A layer used more than once is set at its first use. A unit that is constant on the batch has
-    no scale: it is left alone and reported. If the pass fails, the model is put back as it was.
+    Returns:
+        Mean and std of every layer before and after, as measured, and why a layer was skipped.
+
+    A layer that is used several times is set at its first use; of layers that share a parameter,
+    the first to run is set. A unit that is constant on the batch has no scale: it is left as it was
+    and reported as dead. If the pass raises, all parameters are restored.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> report = data_dependent_init(model, torch.randn(100, 4))
@@ -73,109 +92,361 @@ def data_dependent_init(
         raise ValueError("the model is on the meta device: give it memory and values first")
     if group is None and isinstance(model, DistributedDataParallel):
         group = model.process_group
-    goals = _goals(model, target_std)
-    rows: dict[nn.Module, LayerInit] = {}
-    backups: list[tuple[Tensor, Tensor]] = []
-
-    def after(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-        if module in rows:
-            return None
-        name = names[module]
-        output, rows[module] = _set_layer(module, name, output, goals[name], group, backups)
-        return output
-
-    names = {module: name for name, module in _targets(model)}
-    hooks = [module.register_forward_hook(after) for module in names]
+    initializer = _Initializer(model, target_std, group)
     buffers = [(b, b.clone()) for b in model.buffers() if not isinstance(b, UninitializedBuffer)]
     try:
-        (model if forward is None else forward)(*batch)
+        with initializer:
+            (model if forward is None else forward)(*batch)
+    except _NonFinite as error:
+        _restore(initializer.backups)
+        raise ValueError(error.explanation(batch)) from None
+    except (RuntimeError, TypeError) as error:
+        _restore(initializer.backups)
+        if hint := initializer.integer_input():
+            raise ValueError(hint) from error
+        raise
     except BaseException:
-        _restore(backups)
+        _restore(initializer.backups)
         raise
     finally:
-        for hook in hooks:
-            hook.remove()
         _restore(buffers)
-    return InitReport((*rows.values(), *_skipped(model, rows)))
+    rows = initializer.rows
+    return InitReport((*rows.values(), *_not_run(model, rows)))
 
 
-def _targets(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers whose output is a pre-activation; a centred layer counts as one."""
-    inside = {module.layer for module in model.modules() if isinstance(module, Centered)}
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Bilinear, layers.Conv, Centered)) and (
-            module not in inside
-        ):
-            yield name, module
+class _NonFinite(Exception):
+    """Raised at the layer whose output is NaN or infinite."""
 
+    def __init__(self, name: str, inputs: Any) -> None:
+        self.name, self.inputs = name, inputs
 
-def _goals(model: nn.Module, target_std: TargetStd) -> dict[str, float]:
-    """The std to aim at, for each layer by name."""
-    names = [name for name, _ in _targets(model)]
-    wanted = target_std if isinstance(target_std, Mapping) else {"*": target_std}
-    goals = dict.fromkeys(names, 1.0)
-    for pattern, std in wanted.items():
-        matches = [name for name in names if pattern in ("*", name) or fnmatchcase(name, pattern)]
-        if not matches and pattern != "*":
-            near = get_close_matches(pattern, names, 3) or names
-            raise ValueError(
-                f"target_std names {pattern!r}, but no layer is called so; there are {near}"
+    def explanation(self, batch: Any) -> str:
+        """Name the first place where NaN or infinity is found."""
+        if not _all_finite(batch):
+            return "the init batch contains NaN or infinity: remove those examples"
+        if not _all_finite(self.inputs):
+            return (
+                f"layer {self.name!r} received NaN or infinity, though the init batch has none: "
+                "check the modules before it"
             )
-        if not (isinstance(std, (int, float)) and 0 < std < float("inf")):
-            raise ValueError(f"target_std must be a positive number; got {std!r} for {pattern!r}")
-        goals.update(dict.fromkeys(matches, float(std)))
-    return goals
+        return (
+            f"layer {self.name!r} gave NaN or infinity for a finite input: check its parameters "
+            "(and, with a process group, the batches of the other ranks)"
+        )
 
 
-def _set_layer(
-    module: nn.Module,
-    name: str,
-    output: Tensor,
-    goal: float,
-    group: Group,
-    backups: list[tuple[Tensor, Tensor]],
-) -> tuple[Tensor, LayerInit]:
-    """Eq. 5 and 6 at one layer: set its scale and bias, and correct the output it just gave."""
-    centered = isinstance(module, Centered)
-    layer: Any = module.layer if centered else module
-    axis = output.ndim - 1
-    if isinstance(layer, layers.Conv):
-        axis -= len(layer.kernel_size)
-    mean, std = _moments(output, axis, name, isinstance(layer, layers.Conv), group)
+class _Initializer:
+    """Sets each layer in a forward hook, during the pass of the model; use as a context."""
 
-    bias: Tensor | None = layer.bias
-    old_bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype, copy=True)
-    t_mean = mean - old_bias
-    dead = std <= _DEAD * t_mean.abs()
-    scale = torch.where(dead, 1.0, goal / torch.where(dead, 1.0, std))
+    def __init__(self, model: nn.Module, target_std: TargetStd, group: Group) -> None:
+        self.names = {module: name for name, module in _targets(model)}
+        self.targets = _target_stds(list(self.names.values()), target_std)
+        self.owners = layers.parameter_owners(model)
+        self.group = group
+        self.rows: dict[nn.Module, LayerInit] = {}
+        self.backups: Backups = []
+        self._entered: dict[nn.Module, tuple[Any, Any]] = {}
+        self._running_again = False
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for module in self.names:
+            # First in line, so that a layer can be run again with what it was called with.
+            before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(self._after)
+            self._hooks += [before, after]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def integer_input(self) -> str:
+        """Return an error message if the layer that was running got integers; else ""."""
+        for module, inputs in self._entered.items():
+            dtypes = [x.dtype for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+            if dtypes and not any(dtype.is_floating_point for dtype in dtypes):
+                return (
+                    f"layer {self.names[module]!r} received {dtypes[0]}, expected floating point: "
+                    "convert the init batch first, for example with batch.float()"
+                )
+        return ""
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._running_again:
+            self._entered[module] = (args, kwargs)
+
+    def _after(self, module: nn.Module, _: Any, output: Any) -> Any:
+        if self._running_again:
+            return None
+        inputs = self._entered.pop(module, ((), {}))
+        if module in self.rows:
+            return None
+        name, layer = self.names[module], _layer_of(module)
+        if reason := self._cannot_set(layer, output):
+            self.rows[module] = _skipped(name, layer, reason)
+            return None
+
+        def call(inputs: tuple[Any, Any]) -> Any:
+            self._running_again = True
+            try:
+                return module(*inputs[0], **inputs[1])
+            finally:
+                self._running_again = False
+
+        run = _LayerRun(module, name, inputs, output, call, self.group)
+        output, self.rows[module] = _set_layer(run, self.targets[name], self.backups)
+        return output
+
+    def _cannot_set(self, layer: Any, output: Any) -> str:
+        """Return why this layer is skipped; "" if it can be set."""
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return f"its output is not a floating-point tensor ({_described(output)})"
+        axis = _unit_axis(layer, output)
+        if axis < 0 or output.shape[axis] != _unit_count(layer):
+            return f"its output of shape {tuple(output.shape)} has no axis of its units"
+        if not is_weight_normed(layer, "weight") and layer._parameters.get("weight") is None:
+            return "its weight is computed by another parametrization or hook"
+        if layer.bias is not None and layer._parameters.get("bias") is None:
+            return "its bias is computed by another parametrization or hook"
+        return self._is_shared(layer)
+
+    def _is_shared(self, layer: nn.Module) -> str:
+        """Return a reason if a parameter belongs to a module that ran, or that is not a target."""
+        targets = {_layer_of(module): module for module in self.names}
+        for parameter in layers.own_parameters(layer):
+            for name, other in self.owners.get(layers.memory_key(parameter), ()):
+                if other is layer:
+                    continue
+                if other not in targets:
+                    kind = type_before_parametrizations(other).__name__
+                    return f"shares a parameter with {name!r} ({kind}), which would change too"
+                if targets[other] in self.rows:
+                    return f"shares a parameter with {name!r}, which ran first"
+        return ""
+
+
+class _Moments(NamedTuple):
+    mean: Tensor
+    """(units,), over the examples of all ranks."""
+    std: Tensor
+    total: Tensor
+    """(1,): how many numbers each unit's mean is taken over."""
+
+
+class _LayerRun(NamedTuple):
+    """One call of a layer: its inputs and output, and a way to run it again."""
+
+    module: nn.Module
+    name: str
+    inputs: tuple[Any, Any]
+    output: Tensor
+    call: Callable[[tuple[Any, Any]], Any]
+    group: Group
+
+    @property
+    def layer(self) -> Any:
+        return _layer_of(self.module)
+
+    @property
+    def axis(self) -> int:
+        return _unit_axis(self.layer, self.output)
+
+    def per_unit(self, values: Tensor) -> Tensor:
+        """Reshape (units,) to broadcast with the output."""
+        return values.view(-1, *[1] * (self.output.ndim - 1 - self.axis))
+
+    def moments(self, output: Tensor) -> _Moments:
+        what = f"the moments of layer {self.name!r} in data_dependent_init"
+        return _moments(output, self.axis, self.group, what)
+
+    def two_examples(self) -> tuple[Any, Any] | None:
+        """Return the inputs cut to two examples; None if the examples cannot be told apart."""
+        tensors = [x for x in tree_leaves(self.inputs) if isinstance(x, Tensor)]
+        if isinstance(self.module, Centered) or not tensors or self.axis == 0:
+            return None
+        if any(x.ndim < 2 or x.shape[0] != self.output.shape[0] for x in tensors):
+            return None
+        cut: tuple[Any, Any] = tree_map(
+            lambda x: x[:2] if isinstance(x, Tensor) else x, self.inputs
+        )
+        return cut
+
+
+class _Change(NamedTuple):
+    """What was done to a layer, per unit: the output becomes scale·output + offset."""
+
+    scale: Tensor
+    offset: Tensor
+    dead: Tensor
+    rounding: Tensor
+    """How far rounding may move a unit's mean."""
+
+
+def _set_layer(run: _LayerRun, target: float, backups: Backups) -> tuple[Tensor, LayerInit]:
+    """Set scale and bias by eq. 6 and return the output of eq. 5, with what was measured.
+
+    See Note [what is reported was measured]. The device is read once, or once more for each
+    correction.
+    """
+    saved = len(backups)
+    before = run.moments(run.output)
+    change = _change_layer(run, before, target, backups)
+    cut = run.two_examples()
+    if cut is None:
+        output = run.call(run.inputs)
+        differs = before.total.new_zeros(1)
+    else:
+        offset, scale = run.per_unit(change.offset), run.per_unit(change.scale)
+        output = torch.addcmul(offset, run.output.to(offset.dtype), scale).to(run.output.dtype)
+        differs = _differs(run.call(cut), output[:2], run.output[:2], scale, target)
+        differs = sum_over_ranks(differs, run.group, f"the check of layer {run.name!r}")
+    after = run.moments(output)
+    measured = _read(run, before, after, change, differs, target)
+    for _ in range(_RERUNS):
+        if measured.is_on_target:
+            break
+        if not measured.differs:  # `after` is the layer's own output
+            change = _change_layer(run, after, target, backups)
+        output = run.call(run.inputs)
+        after = run.moments(output)
+        measured = _read(run, before, after, change, torch.zeros_like(differs), target)
+    if not measured.is_on_target:
+        _restore(backups[saved:])
+        del backups[saved:]
+        reason = (
+            f"its output does not follow its weight: std {measured.std_after:.3g} instead of "
+            f"{target:g} after setting it"
+        )
+        return run.output, _skipped(run.name, run.layer, reason)
+    return output, LayerInit(
+        name=run.name,
+        kind=type_before_parametrizations(run.layer).__name__,
+        units=len(before.mean),
+        mean_before=measured.mean_before,
+        std_before=measured.std_before,
+        mean_after=measured.mean_after,
+        std_after=measured.std_after,
+        target_std=target,
+        dead=measured.dead,
+    )
+
+
+class _Measured(NamedTuple):
+    """Numbers about one layer, read from the device. Averages are over units that are not dead."""
+
+    mean_before: float
+    std_before: float
+    mean_after: float
+    std_after: float
+    deviation: float
+    """Largest deviation of a unit from the target, as a fraction of the target."""
+    differs: bool
+    """Whether the computed output is not the layer's."""
+    dead: tuple[int, ...]
+
+    @property
+    def is_on_target(self) -> bool:
+        return self.deviation <= _TOLERANCE and not self.differs  # NaN is not
+
+
+def _read(
+    run: _LayerRun,
+    before: _Moments,
+    after: _Moments,
+    change: _Change,
+    differs: Tensor,
+    target: float,
+) -> _Measured:
+    """Read everything about a layer from the device at once, and raise if it cannot be set."""
+    live = (~change.dead).to(before.mean.dtype)
+    units = live.sum().clamp_min(1)
+    means = [(x * live).sum() / units for x in (*before[:2], *after[:2])]
+    excess = (after.std - target).abs()
+    if run.layer.bias is not None or isinstance(run.module, Centered):
+        excess = torch.maximum(excess, after.mean.abs())
+    excess = ((excess - change.rounding).clamp_min(0) * live / target).amax()
+    finite = (before.mean.isfinite() & before.std.isfinite()).all()
+    numbers = torch.stack([*means, excess, finite.to(excess.dtype)])
+    count, different, good, *rest = _to_host(
+        torch.cat([before.total, differs, numbers[5:], numbers[:5], 1 - live])
+    )
+    axes = run.output.shape[run.axis + 1 :] if isinstance(run.layer, layers.Conv) else ()
+    per_example = math.prod(axes)
+    if count <= per_example:
+        raise ValueError(
+            f"layer {run.name!r} saw {int(count) // max(per_example, 1)} example(s): a standard "
+            "deviation needs two or more; initialize on a larger batch (the paper's code uses 500)"
+        )
+    if not good:
+        raise _NonFinite(run.name, run.inputs)
+    dead = tuple(i for i, is_dead in enumerate(rest[5:]) if is_dead)
+    mean_before, std_before, mean_after, std_after, deviation = rest[:5]
+    return _Measured(
+        mean_before, std_before, mean_after, std_after, deviation, bool(different), dead
+    )
+
+
+def _to_host(numbers: Tensor) -> list[float]:
+    """Copy numbers from the device: the only place that waits for it."""
+    values: list[float] = numbers.tolist()
+    return values
+
+
+def _differs(got: Any, expected: Tensor, before: Tensor, scale: Tensor, target: float) -> Tensor:
+    """Return (1,): 1 if what a layer gives is not the expected output up to rounding, else 0."""
+    if not isinstance(got, Tensor) or got.shape != expected.shape:
+        return scale.new_ones(1)
+    rounding = 8 * torch.finfo(expected.dtype).eps * before.to(scale.dtype).abs() * scale
+    wrong = (got - expected).to(scale.dtype).abs() > 0.01 * target + rounding
+    return wrong.any().to(scale.dtype).view(1)
+
+
+def _change_layer(run: _LayerRun, now: _Moments, target: float, backups: Backups) -> _Change:
+    """Scale the weight and set the bias so that mean and std `now` become 0 and `target`."""
+    bias: Tensor | None = run.layer.bias
+    old_bias = torch.zeros_like(now.mean) if bias is None else bias.to(now.mean.dtype, copy=True)
+    t_mean = now.mean - old_bias
+    dead = now.std <= _DEAD * t_mean.abs()
+    scale = torch.where(dead, 1.0, target / torch.where(dead, 1.0, now.std))
     new_bias = old_bias
-    _scale_weight(layer, scale, backups)
+    _scale_weight(run.layer, scale, backups)
     if bias is not None:
-        # A centred layer's mean is 0 already; b of eq. 7 starts at 0.
+        # The mean of a centered layer is 0 already; b of eq. 7 starts at 0.
+        centered = isinstance(run.module, Centered)
         new_bias = torch.where(dead, old_bias, 0.0 if centered else -t_mean * scale)
         backups.append((bias, bias.clone()))
         bias.copy_(new_bias)
-    row = LayerInit(
-        name=name,
-        kind=type_before_parametrizations(layer).__name__,
-        units=len(mean),
-        mean_before=mean.mean().item(),
-        std_before=std.mean().item(),
-        target_std=goal,
-        dead=tuple(dead.nonzero().flatten().tolist()),
-    )
-    per_unit = (-1, *[1] * (output.ndim - 1 - axis))
-    offset = (new_bias - old_bias * scale).view(per_unit)
-    corrected = torch.addcmul(offset, output.to(mean.dtype), scale.view(per_unit))
-    return corrected.to(output.dtype), row
+    rounding = 4 * torch.finfo(run.output.dtype).eps * t_mean.abs() * scale
+    return _Change(scale, new_bias - old_bias * scale, dead, rounding)
 
 
-def _moments(
-    output: Tensor, axis: int, name: str, spatial: bool, group: Group
-) -> tuple[Tensor, Tensor]:
-    """Population mean and std of each unit over the batch (and space), over all ranks."""
+def _scale_weight(layer: nn.Module, scale: Tensor, backups: Backups) -> None:
+    """Multiply each unit's weight vector by its scale: g if every unit has one, else w."""
+    dim, groups = layers.unit_axis(layer, "weight")
+    if not is_weight_normed(layer, "weight"):
+        weight = layer.get_parameter("weight")
+        backups.append((weight, weight.clone()))
+        weight.copy_(_scaled(weight, scale, dim, groups))
+        return
+    normalized = normalized_weight(layer, "weight")
+    v, g = normalized.stored
+    backups.extend([(v, v.clone()), (g, g.clone())])
+    if g.shape == kernels.unit_shape(v.shape, dim, groups):
+        scale = scale.view(g.shape).to(g.dtype)
+        g.add_(scale.log()) if normalized.is_log else g.mul_(scale)
+    else:
+        normalized.write(_scaled(normalized.weight(), scale, dim, groups))
+
+
+def _scaled(w: Tensor, scale: Tensor, dim: int, groups: int) -> Tensor:
+    """Return w with each unit's weight vector multiplied by its scale."""
+    shape = kernels.block_shape(w.shape, dim, groups)
+    return (w.reshape(shape) * scale.view(shape[0], 1, shape[2], 1)).reshape(w.shape).to(w.dtype)
+
+
+def _moments(output: Tensor, axis: int, group: Group, what: str) -> _Moments:
+    """Return population mean and std of each unit over the batch (and space), over all ranks."""
     units = output.shape[axis]
-    per_example = math.prod(output.shape[axis + 1 :]) if spatial else 1
     count = output.numel() // max(units, 1)
     if count:
         wide = output.to(wide_dtype(output.dtype))
@@ -184,33 +455,21 @@ def _moments(
     else:
         mean = output.new_zeros(units, dtype=wide_dtype(output.dtype))
         variance = mean.clone()
-    what = f"the moments of layer {name!r} in data_dependent_init"
     mean, variance, total = moments_over_ranks(mean, variance, count, group, what)
-    count = int(total)
-    if count <= per_example:
-        raise ValueError(
-            f"layer {name!r} saw {count // per_example} example(s): a standard deviation needs "
-            "two or more; initialize on a larger batch (the paper's code takes 500)"
-        )
-    if not (mean.isfinite().all() and variance.isfinite().all()):
-        raise ValueError(
-            f"layer {name!r} gave NaN or infinity on the init batch: look for them in the batch "
-            "itself, and in the weights up to this layer"
-        )
-    return mean, variance.sqrt()
+    return _Moments(mean, variance.sqrt(), total)
 
 
 def _mean_and_variance(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each unit along axis 1, over the population."""
+    """Return population mean and variance of each unit along axis 1."""
     axes = [d for d in range(t.ndim) if d != 1]
     if not t.is_cpu:
         variance, mean = torch.var_mean(t, axes, correction=0)
         return mean, variance
-    # var_mean takes a quarter of the time of the convolution before it; these take a tenth of that,
-    # but where the spread is far below the mean they are less exact.
+    # On a CPU var_mean takes a quarter of the time of the convolution before it. The forms below
+    # take a tenth of that, but lose precision where the std is far below the mean.
     if t.ndim > 2 and t.is_contiguous():
         mean, variance = torch.batch_norm_update_stats(t, None, None, 0.0)
-    else:  # as it lies in memory: units last
+    else:  # in memory order: units last
         rows = t.movedim(1, -1).reshape(-1, t.shape[1])
         mean = rows.sum(0) / len(rows)
         variance = (rows - mean).square_().sum(0) / len(rows)
@@ -221,53 +480,83 @@ def _mean_and_variance(t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _NARROW = 1e-2
+"""Units with σ below this fraction of |μ| are measured by the precise form."""
 
 
-def _scale_weight(layer: nn.Module, scale: Tensor, backups: list[tuple[Tensor, Tensor]]) -> None:
-    """Multiply each unit's weight vector: through g where one belongs to the unit, else in w."""
-    dim, groups = layers.unit_axis(layer, "weight")
-    weight = layer.get_parameter("weight") if not is_weight_normed(layer, "weight") else None
-    if weight is None:
-        site = normalized_weight(layer, "weight")
-        v, g = site.stored
-        backups.extend([(v, v.clone()), (g, g.clone())])
-        if g.shape == kernels.unit_shape(v.shape, dim, groups):
-            scale = scale.view(g.shape).to(g.dtype)
-            g.add_(scale.log()) if site.is_log else g.mul_(scale)
-        else:
-            site.write(_scaled(site.weight(), scale, dim, groups))
-    else:
-        backups.append((weight, weight.clone()))
-        weight.copy_(_scaled(weight, scale, dim, groups))
-
-
-def _scaled(w: Tensor, scale: Tensor, dim: int, groups: int) -> Tensor:
-    """Each unit's weight vector times its scale."""
-    shape = kernels.block_shape(w.shape, dim, groups)
-    return (w.reshape(shape) * scale.view(shape[0], 1, shape[2], 1)).reshape(w.shape).to(w.dtype)
-
-
-def _skipped(model: nn.Module, done: Mapping[nn.Module, LayerInit]) -> Iterator[LayerInit]:
-    """The modules that have weights but were not set, and why."""
-    inside = {module.layer for module in done if isinstance(module, Centered)}
+def _targets(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers whose output is a pre-activation; mean-only batch norm around a layer
+    counts as that layer."""
+    wrapped = {module.layer for module in model.modules() if isinstance(module, Centered)}
     for name, module in model.named_modules():
-        if module in done or module in inside:
+        if isinstance(module, (nn.Linear, nn.Bilinear, layers.Conv, Centered)) and (
+            module not in wrapped
+        ):
+            yield name, module
+
+
+def _target_stds(names: list[str], target_std: TargetStd) -> dict[str, float]:
+    """Return the target std of each layer by name."""
+    wanted = target_std if isinstance(target_std, Mapping) else {"*": target_std}
+    targets = dict.fromkeys(names, 1.0)
+    for pattern, std in wanted.items():
+        matches = [name for name in names if pattern in ("*", name) or fnmatchcase(name, pattern)]
+        if not matches and pattern != "*":
+            near = get_close_matches(pattern, names, 3) or names
+            raise ValueError(f"target_std: no layer matches {pattern!r}; there are {near}")
+        if not (isinstance(std, (int, float)) and 0 < std < float("inf")):
+            raise ValueError(f"target_std must be a positive number; got {std!r} for {pattern!r}")
+        targets.update(dict.fromkeys(matches, float(std)))
+    return targets
+
+
+def _layer_of(module: nn.Module) -> Any:
+    return module.layer if isinstance(module, Centered) else module
+
+
+def _unit_axis(layer: nn.Module, output: Tensor) -> int:
+    """Return the axis of the output along which the units lie."""
+    space = len(layer.kernel_size) if isinstance(layer, layers.Conv) else 0
+    return output.ndim - 1 - space
+
+
+def _unit_count(layer: Any) -> int:
+    return int(layer.out_channels if isinstance(layer, layers.Conv) else layer.out_features)
+
+
+def _not_run(model: nn.Module, done: Mapping[nn.Module, LayerInit]) -> Iterator[LayerInit]:
+    """Yield the modules that have weights but were not called, with the reason."""
+    wrapped = {module.layer for module in done if isinstance(module, Centered)}
+    for name, module in model.named_modules():
+        if module in done or module in wrapped:
             continue
         if isinstance(module, layers.RECURRENT):
-            why = "recurrent layers keep their initialization"
+            reason = "recurrent layers keep their initialization"
         elif isinstance(module, layers.EMBEDDING):
-            why = "an embedding has no pre-activation"
+            reason = "an embedding has no pre-activation"
         elif isinstance(module, nn.MultiheadAttention):
-            why = "its projections are not layers that run by themselves"
+            reason = "its projections are not layers that run by themselves"
         elif layers.weight_names(module):
-            why = "it did not run on this batch"
+            reason = "it did not run on this batch"
         elif is_weight_normed(module):
-            why = "not a layer whose output is known to be a pre-activation"
+            reason = "not a layer whose output is known to be a pre-activation"
         else:
             continue
-        yield LayerInit(name, type_before_parametrizations(module).__name__, skipped=why)
+        yield _skipped(name, module, reason)
 
 
-def _restore(saved: list[tuple[Tensor, Tensor]]) -> None:
+def _skipped(name: str, layer: nn.Module, reason: str) -> LayerInit:
+    return LayerInit(name, type_before_parametrizations(layer).__name__, skipped=reason)
+
+
+def _described(output: Any) -> str:
+    return str(output.dtype) if isinstance(output, Tensor) else type(output).__name__
+
+
+def _all_finite(tree: Any) -> bool:
+    tensors = [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+    return all(x.isfinite().all() for x in tensors if x.is_floating_point())
+
+
+def _restore(saved: Backups) -> None:
     for tensor, value in reversed(saved):
         tensor.copy_(value)

@@ -1,4 +1,4 @@
-"""What data-dependent initialization did, layer by layer, as a value that prints as a table."""
+"""Result of data-dependent initialization, layer by layer; prints as a table."""
 
 from __future__ import annotations
 
@@ -12,38 +12,50 @@ class LayerInit:
 
     name: str
     kind: str
+    """Class of the layer."""
     units: int = 0
     mean_before: float = 0.0
-    """Mean pre-activation before the pass, averaged over the units."""
+    """Mean pre-activation before, averaged over the units that are not dead."""
     std_before: float = 0.0
-    """Standard deviation before the pass, averaged over the units."""
+    """Standard deviation before, averaged likewise."""
+    mean_after: float = 0.0
+    """Mean pre-activation after, as measured, averaged likewise."""
+    std_after: float = 0.0
+    """Standard deviation after, as measured, averaged likewise."""
     target_std: float = 1.0
     dead: tuple[int, ...] = ()
-    """Units that were constant on the batch: left as they were."""
+    """Units that were constant on the batch and left as they were."""
     skipped: str = ""
-    """Why the layer was left alone; empty if it was initialized."""
+    """Why the layer was left as it was; empty if it was initialized."""
 
     @property
     def cells(self) -> tuple[str, ...]:
+        """The row of the table, as strings."""
         if self.skipped:
-            return (self.name, self.kind, "", "", "", "", f"skipped: {self.skipped}")
+            return (self.name, self.kind, *[""] * 6, f"skipped: {self.skipped}")
         dead = f"{len(self.dead)} dead: {_shortened(self.dead)}" if self.dead else ""
-        mean, std = f"{self.mean_before:.3g}", f"{self.std_before:.3g}"
-        return (self.name, self.kind, str(self.units), mean, std, f"{self.target_std:g}", dead)
+        before = f"{self.mean_before:.3g}", f"{self.std_before:.3g}"
+        mean_after = round(self.mean_after, 3) + 0.0  # no -0
+        after = f"{mean_after:.3g}", f"{self.std_after:.3g}"
+        return (
+            self.name, self.kind, str(self.units), *before, *after, f"{self.target_std:g}", dead
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class InitReport:
-    """What happened to each layer, in the order they ran, then the skipped ones."""
+    """What was done to each layer, in the order in which they ran, then those that did not run."""
 
     layers: tuple[LayerInit, ...]
 
     @property
     def done(self) -> tuple[LayerInit, ...]:
+        """The layers that were initialized."""
         return tuple(layer for layer in self.layers if not layer.skipped)
 
     @property
     def skipped(self) -> tuple[LayerInit, ...]:
+        """The layers that were left as they were."""
         return tuple(layer for layer in self.layers if layer.skipped)
 
     @property
@@ -55,10 +67,10 @@ class InitReport:
         return iter(self.layers)
 
     def __str__(self) -> str:
-        head = ("layer", "kind", "units", "mean before", "std before", "target std", "note")
+        head = ("layer", "kind", "units", "mean", "std", "mean after", "std after", "target", "")
         rows = [head, *(layer.cells for layer in self.layers)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        left = (0, 1, 6)
+        left = (0, 1, 8)
         lines = [
             "  ".join(
                 cell.ljust(w) if i in left else cell.rjust(w)

@@ -1,4 +1,4 @@
-"""What torch's layers are made of: which tensors are weights, and which axis holds the units."""
+"""Weights of torch's layers: their names, the axis of their units, and which are shared."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 Conv = _ConvNd
-"""Every convolution of torch, transposed ones included."""
+"""Base class of torch's convolutions, including transposed ones."""
 
 ConvTransposed = _ConvTransposeNd
 
@@ -19,14 +21,14 @@ EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
 
 
 class UnitAxis(NamedTuple):
-    """The axis of a weight along which its output units lie, and the groups axis 0 splits into."""
+    """Axis of a weight along which its output units lie, and the groups that split axis 0."""
 
     dim: int
     groups: int
 
 
 def weight_names(layer: nn.Module) -> tuple[str, ...]:
-    """The weights of a layer torch knows; empty for any other module.
+    """Return the names of a torch layer's weights; empty for any other module.
 
     >>> weight_names(nn.LSTMCell(2, 3))
     ('weight_ih', 'weight_hh')
@@ -47,9 +49,9 @@ def weight_names(layer: nn.Module) -> tuple[str, ...]:
 def chosen_weights(
     model: nn.Module, where: Callable[[str, nn.Module], bool] | None = None
 ) -> Iterator[tuple[str, nn.Module, str]]:
-    """(path, layer, name) of every weight of a model that `where` chooses by path and module.
+    """Yield (path, layer, name) of every weight that `where` selects by path and module.
 
-    By default every layer torch knows but embeddings: they look vectors up and weigh nothing.
+    Default: all torch layers except embeddings, which are lookups.
     """
     for path, module in model.named_modules():
         chosen = not isinstance(module, EMBEDDING) if where is None else where(path, module)
@@ -57,11 +59,41 @@ def chosen_weights(
             yield f"{path}.{name}".lstrip("."), module, name
 
 
+def own_parameters(module: nn.Module) -> list[Tensor]:
+    """Return the module's own parameters; those of a parametrized tensor are v and g."""
+    own: list[Tensor] = list(module.parameters(recurse=False))
+    if is_parametrized(module):
+        own += module.parametrizations.parameters()  # type: ignore[union-attr]
+    return own
+
+
+def memory_key(parameter: Tensor) -> tuple[int, int]:
+    """Identify the memory of a parameter: tied parameters have equal keys."""
+    return parameter.untyped_storage()._cdata, int(parameter.storage_offset())
+
+
+def parameter_owners(model: nn.Module) -> dict[tuple[int, int], list[tuple[str, nn.Module]]]:
+    """Map the memory of each parameter to the modules (path, module) that own it; tied parameters
+    have several."""
+    inner = {
+        part
+        for module in model.modules()
+        if is_parametrized(module)
+        for part in module.parametrizations.modules()  # type: ignore[union-attr]
+    }
+    owners: dict[tuple[int, int], list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        for parameter in own_parameters(module) if module not in inner else ():
+            if not is_lazy(parameter):
+                owners.setdefault(memory_key(parameter), []).append((path, module))
+    return owners
+
+
 def unit_axis(layer: nn.Module, name: str) -> UnitAxis:
-    """Axis 0, but axis 1 of a transposed convolution, whose channels are split by group.
+    """Return axis 0, or axis 1 and the groups of a transposed convolution.
 
     The gates of a recurrent layer and the q, k, v blocks of an attention layer are stacked along
-    axis 0, so each unit of each gate or block has a row of its own.
+    axis 0, so each unit of each gate or block is one row.
     """
     if isinstance(layer, ConvTransposed) and name == "weight":
         return UnitAxis(1, layer.groups)
@@ -69,15 +101,15 @@ def unit_axis(layer: nn.Module, name: str) -> UnitAxis:
 
 
 def refusal(layer: nn.Module, name: str) -> str | None:
-    """Why this tensor of this layer cannot be weight-normalized, if it cannot."""
+    """Return why this tensor of this layer cannot be weight-normalized; None if it can."""
     if isinstance(layer, EMBEDDING) and layer.sparse:
-        return "its gradients are sparse, those of v are not; make the layer with sparse=False"
+        return "its gradients are sparse, those of v are dense; build the layer with sparse=False"
     if isinstance(layer, nn.MultiheadAttention):
         if name in ("bias_k", "bias_v"):
-            return f"{name} is appended to the sequence as it is: it weights no input"
+            return f"{name} is appended to the sequence unchanged: it is not multiplied by an input"
         if name == "in_proj_weight" and not layer._qkv_same_embed_dim:
             return (
-                "with kdim or vdim of their own the projections are three tensors; "
+                "with kdim or vdim the projections are three tensors; "
                 "use q_proj_weight, k_proj_weight, v_proj_weight"
             )
         if name.endswith("_proj_weight") and name[0] in "qkv" and layer._qkv_same_embed_dim:
@@ -86,7 +118,7 @@ def refusal(layer: nn.Module, name: str) -> str | None:
 
 
 def linear_map(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The map of a linear layer or convolution, with another bias."""
+    """Apply the weight of a linear layer or convolution to x, with the given bias."""
     weight: Any = layer.weight
     bias = None if bias is None else bias.to(weight.dtype)
     if isinstance(layer, nn.Linear):

@@ -25,7 +25,8 @@ LIBRARY = {
     "folding": {"dtensor", "inspection", "parametrization"},
     "batching": {"dtensor", "inspection", "kernels", "parametrization"},
     "reparam": {"dtensor", "functional", "inspection", "layers", "parametrization"},
-    "mean_only": {"distributed", "dtensor", "kernels", "layers"},
+    "output_sums": {"kernels", "layers"},
+    "mean_only": {"distributed", "dtensor", "kernels", "layers", "output_sums"},
     "data_init": {
         "distributed",
         "dtensor",

@@ -17,6 +17,7 @@ from weightnorm import (
     MeanOnlyBatchNorm2d,
     MeanOnlyBatchNorm3d,
     mean_only_batch_norm,
+    update_running_means,
     weight_norm,
 )
 
@@ -377,3 +378,67 @@ def test_ranks_together_are_one_process(synced, name, form):
     for r in results:
         torch.testing.assert_close(r["weight"], layer.weight.grad)
         torch.testing.assert_close(r["running"], running)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_layouts_agree(layout):
+    torch.manual_seed(0)
+    layer = mean_only_batch_norm(weight_norm(nn.Conv2d(3, 6, 3, padding=1)).double())
+    x = torch.randn(5, 3, 7, 7, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(x).pow(3).sum(), list(layer.parameters()))
+    layer, x = layer.to(memory_format=layout), x.to(memory_format=layout)
+    out = layer(x)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.pow(3).sum(), list(layer.parameters())), expected
+    )
+    assert out.is_contiguous(memory_format=layout)
+
+
+def test_compiled_in_one_graph():
+    layer = mean_only_batch_norm(weight_norm(nn.Conv2d(3, 6, 3, stride=2, padding=1)))
+    eager, x = copy.deepcopy(layer), torch.randn(5, 3, 7, 7)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    results = []
+    for module, parameters in ((compiled, layer.parameters()), (eager, eager.parameters())):
+        inputs = x.clone().requires_grad_()
+        out = module(inputs)
+        grads = torch.autograd.grad(out.square().sum(), [inputs, *parameters])
+        results.append((out, *grads))
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(layer.norm.running_mean, eager.norm.running_mean)
+
+
+class Halves(nn.Module):
+    """Full batch norm, mean-only behind a layer and around one, dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            mean_only_batch_norm(nn.Linear(3, 4)),
+            nn.Dropout(0.0),
+            nn.Linear(4, 4),
+            MeanOnlyBatchNorm1d(4),
+            nn.BatchNorm1d(4),
+        )
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_running_means_of_an_averaged_model():
+    torch.manual_seed(0)
+    averaged = torch.optim.swa_utils.AveragedModel(Halves())
+    loader = [(torch.randn(8, 3) + 1, None) for _ in range(4)]
+    with torch.no_grad():
+        averaged(torch.randn(8, 3) + 9)  # to be forgotten
+    torch.optim.swa_utils.update_bn(loader, averaged)
+    averaged.module.body[1].eval()
+    update_running_means(loader, averaged)
+    body, x = averaged.module.body, torch.cat([x for x, _ in loader])
+    first = body[0].layer
+    expected = (first(x) - first.bias).mean(0)
+    torch.testing.assert_close(body[0].norm.running_mean, expected.detach())
+    assert [m.training for m in body] == [True, False, True, True, True]
+    assert (body[0].norm.momentum, body[4].momentum) == (0.1, 0.1)
+    assert body[3].num_batches_tracked == body[4].num_batches_tracked == 4
+    update_running_means([], nn.Linear(2, 2))  # nothing to update

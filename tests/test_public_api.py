@@ -29,6 +29,7 @@ PUBLIC = {
     "parts": "(layer, name='weight')",
     "remove_weight_norm": "(module, name=None)",
     "batched_weights": "(model)",
+    "update_running_means": "(loader, model, device=None)",
     "weight_norm": (
         "(layer, name=None, dim='auto', *, scale='linear', mask=None, eps=1e-12, train_g=True)"
     ),

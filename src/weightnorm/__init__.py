@@ -12,6 +12,7 @@ from weightnorm.mean_only import (
     MeanOnlyBatchNorm2d,
     MeanOnlyBatchNorm3d,
     mean_only_batch_norm,
+    update_running_means,
 )
 from weightnorm.optimizer import WeightNormOptimizer
 from weightnorm.parameterizations import Parameterization, parameterize
@@ -42,6 +43,7 @@ __all__ = [
     "parameterize",
     "parts",
     "remove_weight_norm",
+    "update_running_means",
     "weight_norm",
     "weight_norm_model",
 ]

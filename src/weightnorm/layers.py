@@ -117,9 +117,8 @@ def refusal(layer: nn.Module, name: str) -> str | None:
     return None
 
 
-def linear_map(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply the weight of a linear layer or convolution to x, with the given bias."""
-    weight: Any = layer.weight
+def linear_map(layer: nn.Module, x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply a linear layer or convolution to x with another weight and bias."""
     bias = None if bias is None else bias.to(weight.dtype)
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)

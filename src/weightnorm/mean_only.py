@@ -6,17 +6,17 @@ Two forms of the same numbers:
 - ``mean_only_batch_norm(layer)``: around a layer, whose bias is b, and in which the running mean
   disappears in evaluation.
 
-Note [the mean is linear]
-    For a linear layer or a convolution μ[w·x] = w·μ[x]: a mean image through the layer gives the
-    mean of all activations. That is not how it is done here: where memory is kept when freed, three
-    passes of one image took longer than the sums over all activations that they save
-    (docs/performance.md).
+Around a linear layer or a convolution the mean of the outputs follows from a sum of the inputs (see
+output_sums.py): the layer runs once, with b − μ as its bias, and its outputs are not read again.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from weightnorm import layers
 from weightnorm.distributed import Group, mean_over_ranks
 from weightnorm.dtensor import is_sharded
 from weightnorm.kernels import wide_dtype
+from weightnorm.output_sums import Axis, output_axes, sum_outputs
 
 
 class _MeanOnlyBatchNorm(nn.Module):
@@ -170,31 +171,38 @@ class Centered(nn.Module):
         norm, layer = self.norm, self.layer
         if any(map(is_sharded, layer.parameters())):
             raise ValueError(
-                f"{type(layer).__name__} is sharded over ranks in the middle of a pass: give "
-                "fully_shard the module around this layer, not the layer alone"
+                f"{type(layer).__name__} is sharded over ranks during a forward pass: call "
+                "fully_shard on the module around this layer, not on the layer alone"
             )
-        bare = len(inputs) == 1 and _is_bare(layer)
+        if len(inputs) != 1 or not _is_plain(layer):
+            return self._center_outputs(layer(*inputs), self.bias)
+        x = inputs[0]
+        _check_batched(layer, x)
+        weight: Any = layer.weight
         mean = None if norm.training else norm.running_mean
-        if bare and mean is not None:  # b − μ̄ rides in the layer's own bias
-            return layers.linear_map(layer, inputs[0], self._shift(mean))
-        # Without b: the layer would compute a gradient for it that is 0.
-        t: Tensor = layers.linear_map(layer, inputs[0], None) if bare else layer(*inputs)
-        units = t.ndim - 1
-        if isinstance(layer, layers.Conv):
-            units, batched = 1, len(layer.kernel_size) + 2
-            if t.ndim != batched:
-                raise ValueError(
-                    f"mean-only batch norm needs a batch: expected {batched} dimensions, got an "
-                    f"input of shape {tuple(inputs[0].shape)}"
-                )
+        if mean is None:
+            axes = output_axes(layer, x.shape)
+            if axes is None or not _input_is_smaller(layer, x, axes):
+                # Without b: its gradient through the layer would be 0.
+                t = layers.linear_map(layer, x, weight=weight, bias=None)
+                return self._center_outputs(t, None, in_place=True)
+            with _no_autocast(x):
+                total = sum_outputs(layer, x, weight, axes)
+            mean = norm.observe(total, _output_count(layer, x, axes))
+        return layers.linear_map(layer, x, weight=weight, bias=self._shift(mean))
+
+    def _center_outputs(self, t: Tensor, added: Tensor | None, *, in_place: bool = False) -> Tensor:
+        """t̃ from outputs t to which the layer has `added` b, or not."""
+        norm, units = self.norm, 1 if isinstance(self.layer, layers.Conv) else t.ndim - 1
+        if isinstance(self.layer, layers.Conv):
+            _check_batched(self.layer, t)
+        mean = None if norm.training else norm.running_mean
         if mean is None:
             total, count = sum_and_count(t, units)
-            if not bare and self.bias is not None:
-                total = total - count * self.bias
-            mean = norm.observe(total, count)
-        shift = (self._shift(mean) if bare else -mean).to(t.dtype)
-        shift = shift.view(-1, *[1] * (t.ndim - 1 - units))
-        return t.add_(shift) if bare else t + shift  # in place is twice as fast
+            mean = norm.observe(total if added is None else total - count * added, count)
+        shift = self._shift(mean) if added is None else -mean
+        shift = shift.to(t.dtype).view(-1, *[1] * (t.ndim - 1 - units))
+        return t.add_(shift) if in_place else t + shift  # in place is twice as fast
 
     def _shift(self, mean: Tensor) -> Tensor:
         """b − μ."""
@@ -228,6 +236,42 @@ def mean_only_batch_norm(
     return Centered(layer, norm.train(layer.training))
 
 
+@torch.no_grad()
+def update_running_means(
+    loader: Iterable[Any], model: nn.Module, device: torch.device | str | None = None
+) -> None:
+    """Recompute the running statistics of a model's mean-only and full batch norm layers.
+
+    The counterpart of ``torch.optim.swa_utils.update_bn``, which does not recognize mean-only
+    layers. Use it after weights were averaged or replaced: running statistics are reset, then
+    averaged over all batches of the loader in training mode.
+
+    Args:
+        loader: yields inputs, or tuples or lists whose first item is the input.
+        model: called on each input.
+        device: where to move the inputs.
+    """
+    kinds = (_MeanOnlyBatchNorm, nn.modules.batchnorm._BatchNorm)
+    norms = [module for module in model.modules() if isinstance(module, kinds)]
+    momenta = [norm.momentum for norm in norms]
+    modes = {module: module.training for module in model.modules()}
+    if not norms:
+        return
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+    try:
+        model.train()
+        for batch in loader:
+            x = batch[0] if isinstance(batch, (list, tuple)) else batch
+            model(x if device is None else x.to(device))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
 def sum_and_count(t: Tensor, axis: int) -> tuple[Tensor, int]:
     """Sum of each feature over every other axis, in float32 or wider, and over how many."""
     axes = [d for d in range(t.ndim) if d != axis]
@@ -252,12 +296,12 @@ def unit_count(layer: nn.Module) -> int:
     return int(units)
 
 
-def _is_bare(layer: nn.Module) -> bool:
-    """Whether to call this layer is to apply torch's own linear map and nothing else: no forward
-    of a subclass, no hook that computes the weight or looks at the output."""
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether calling this layer applies torch's own linear map and nothing else: no forward of a
+    subclass, no hook."""
     return (
         isinstance(layer, (nn.Linear, layers.Conv))
-        and layer.forward.__module__ in _OWN
+        and layer.forward.__module__ in _TORCH_MODULES
         and not layer._forward_pre_hooks
         and not layer._forward_hooks
         and not layer._backward_pre_hooks
@@ -266,7 +310,40 @@ def _is_bare(layer: nn.Module) -> bool:
     )
 
 
-_OWN = (nn.Linear.__module__, nn.Conv2d.__module__)
+_TORCH_MODULES = (nn.Linear.__module__, nn.Conv2d.__module__)
+
+
+def _check_batched(layer: nn.Module, x: Tensor) -> None:
+    """A convolution's input or output needs a batch axis: torch accepts one without."""
+    if isinstance(layer, layers.Conv) and x.ndim != (batched := len(layer.kernel_size) + 2):
+        raise ValueError(
+            f"mean-only batch norm needs a batch: expected {batched} dimensions, got shape "
+            f"{tuple(x.shape)}"
+        )
+
+
+def _output_count(layer: nn.Module, x: Tensor, axes: list[Axis]) -> int:
+    """Outputs per unit: examples times output positions."""
+    if not isinstance(layer, layers.Conv):
+        return x.numel() // max(x.shape[-1], 1)
+    return x.shape[0] * math.prod([axis.out for axis in axes])
+
+
+def _input_is_smaller(layer: nn.Module, x: Tensor, axes: list[Axis]) -> bool:
+    """Whether reading the input costs less than reading the output.
+
+    From the input: it is read once, its gradient is read and written. From the output: it is read
+    twice and written, its gradient is read twice and a centred copy written.
+    """
+    return x.numel() <= 2 * unit_count(layer) * _output_count(layer, x, axes)
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Compute in the tensors' own types: autocast would round the sums."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def _is_recomputed() -> bool:

@@ -8,10 +8,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo tour conformance bench browser test lint types unit format clean
+.PHONY: demo tour docs conformance bench browser test lint types unit format clean
 
 demo: $(READY)
 	$(BIN)/weightnorm demo --out out
+
+# Tables and figures of README.md and docs/, from the records in docs/results.
+docs: $(READY)
+	$(BIN)/weightnorm report --docs .
 
 # The library alone, step by step, with a picture.
 tour: $(READY)

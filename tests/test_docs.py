@@ -1,4 +1,4 @@
-"""What the documents say runs, and what they name exists."""
+"""Code in the documents runs, links and tests exist, tables and figures agree with the records."""
 
 import re
 import shlex
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from weightnorm.lab.cli import main
+from weightnorm.lab.reports import outdated
 
 ROOT = Path(__file__).parents[1]
 
@@ -15,7 +16,7 @@ def blocks(name):
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
 
-def test_the_readme_runs(capsys):
+def test_readme_code_runs(capsys):
     assert len(blocks("README.md")) >= 3
     scope = {}
     for block in blocks("README.md"):
@@ -30,8 +31,8 @@ PAGES = ["docs/deployment.md", "docs/checkpoints.md"]
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.xdist_group("deployment")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_the_pages_run(name, tmp_path, monkeypatch):
-    """Python and commands, in the order in which they stand."""
+def test_code_of_the_documents_runs(name, tmp_path, monkeypatch):
+    """Python and commands, in order."""
     monkeypatch.chdir(tmp_path)
     scope = {}
     fences = re.findall(r"```(python|console)\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
@@ -46,7 +47,7 @@ def test_the_pages_run(name, tmp_path, monkeypatch):
             assert main.main(words) == 0, line
 
 
-def test_the_paper_map_names_tests_that_exist():
+def test_paper_map_names_existing_tests():
     text = (ROOT / "docs" / "paper-map.md").read_text()
     rows = [line for line in text.splitlines() if "test_" in line]
     assert len(rows) > 10
@@ -64,7 +65,12 @@ EVERY_PAGE = [str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob(
 
 
 @pytest.mark.parametrize("name", sorted(EVERY_PAGE))
-def test_links_lead_somewhere(name):
+def test_links_exist(name):
     here = ROOT / name
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", here.read_text()):
         assert (here.parent / target).exists(), target
+
+
+def test_documents_agree_with_the_records():
+    """If this fails, run `make docs`."""
+    assert outdated(ROOT) == []

@@ -19,12 +19,19 @@ class ReportOptions:
     """Folder that holds the records."""
     out: Path = Path("report")
     """Folder the page is written to."""
+    docs: Path | None = None
+    """Instead of a page, update the tables and figures of README.md and docs/ in this repository
+    from the records in its docs/results."""
 
 
 def main(words: list[str]) -> int:
-    from weightnorm.lab.reports import report
+    from weightnorm.lab.reports import report, update_documents
 
     options = parse(ReportOptions, words, "report")
+    if options.docs is not None:
+        for path in update_documents(options.docs):
+            print_line(OUT, f"updated: {path}")
+        return 0
     files = report(options.runs, options.out)
     for problem in files.problems:
         print_line(ERR, f"left out: {problem}")

@@ -1,6 +1,7 @@
 """Figures, tables, an HTML page and the tables of the documents, from records."""
 
 from weightnorm.lab.errors import ReportError
+from weightnorm.lab.reports.documents import outdated, update_documents
 from weightnorm.lab.reports.report import SECTIONS, ReportFiles, report
 
-__all__ = ["SECTIONS", "ReportError", "ReportFiles", "report"]
+__all__ = ["SECTIONS", "ReportError", "ReportFiles", "outdated", "report", "update_documents"]

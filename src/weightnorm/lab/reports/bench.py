@@ -26,21 +26,19 @@ COLORS = (
     ("standard", "standard"),
 )
 """Part of an implementation's name → the parameterization whose color it has; first match."""
-SUMMARY = frozenset(
-    [
-        "step",
-        "vocoder",
-        "recurrent",
-        "acting",
-        "optimizer",
-        "memory",
-        "mean-only",
-        "draw",
-        "dqn",
-        "vae",
-    ]
-)
-"""Benchmarks in the summary."""
+SUMMARY = {
+    "step": "ConvPool-CNN-C, training step",
+    "vocoder": "60 small conv1d layers",
+    "recurrent": "64 steps of 256 units",
+    "acting": "agent acting",
+    "optimizer": "v and g in the optimizer",
+    "memory": "peak memory",
+    "mean-only": "mean-only batch norm",
+    "draw": "DRAW",
+    "dqn": "DQN, training",
+    "vae": "VAE",
+}
+"""Benchmarks in the summary, with short titles."""
 COLUMNS = {
     "ours": (
         "weight norm, batched",
@@ -59,6 +57,12 @@ COLUMNS = {
     "batch norm": ("batch norm",),
 }
 """Column of the summary → names of the implementation; the first that a case has."""
+LIMITS = {
+    "matrix": "measured throughput of matrix products",
+    "convolution": "measured throughput of convolutions",
+    "memory": "measured memory bandwidth",
+    "a copy of the weight": "speed of copying the weight",
+}
 RENAMED = {"weight norm, together": "weight norm, batched_weights", "look": "monitor"}
 """Names in older records → today's."""
 
@@ -122,7 +126,7 @@ def summary(found: Row) -> Table:
                 cells.append(interval(_to_plain(case, name)) if name else "—")
             goal = next(iter(_own_goals(case)), None)
             judged = (short_goal(goal), goal["verdict"]) if goal else ("—", "—")
-            rows.append((work(row, case), *cells, *judged))
+            rows.append((short_work(row, case), *cells, *judged))
     head = ("work", *COLUMNS, "goal", "")
     notes = (
         "Relative to the same work with plain weights (for mean-only batch norm: to the "
@@ -203,6 +207,10 @@ def work(row: Row, case: Row) -> str:
     return renamed(f"{row['title']}: {case['case']}")
 
 
+def short_work(row: Row, case: Row) -> str:
+    return renamed(f"{SUMMARY[row['name']]}: {case['case']}")
+
+
 def renamed(text: str) -> str:
     """Replace names in older records by today's."""
     for old, new in RENAMED.items():
@@ -243,7 +251,8 @@ def share(case: Row) -> str:
     found = case["share"]
     if not found:
         return ""
-    return f"{renamed(found['peer'])} reaches {100 * found['value']:.0f} % of {found['limit']}"
+    limit = LIMITS.get(found["limit"], found["limit"])
+    return f"{renamed(found['peer'])} reaches {100 * found['value']:.0f} % of the {limit}"
 
 
 def markdown(found: Row) -> str:
@@ -266,7 +275,7 @@ def overview_chart(found: Row) -> BarChart:
                 if None not in value:
                     label = renamed(name) if column == "ours" else column
                     bars.append(Bar(label, color(column), *value))
-            shown.append(BarGroup(work(row, case), tuple(bars)))
+            shown.append(BarGroup(short_work(row, case), tuple(bars)))
     caption = "Dashed: plain weights (for mean-only batch norm: the convolution alone). "
     caption += "Line on a bar: 95 % interval."
     x = "time relative to plain weights"

@@ -11,9 +11,8 @@ from weightnorm.lab.reports.document import Line, Plot, Section, Table, slug
 from weightnorm.lab.reports.style import STYLES, Style
 from weightnorm.lab.runs.records import Row, RunRecord
 
-HEAD = ("claim", "section", "measured", "value", "the paper says", "n", "verdict")
 SIZES = {
-    "quick": "Embedded digits and a small dense network: small, to see every claim measured.",
+    "quick": "Embedded digits and a small dense network: a fast check, not evidence.",
     "full": "CIFAR-10 at half its size and ConvPool-CNN-C at an eighth of its width; the noise of "
     "batch statistics at CIFAR-10's own size, the step's time with the paper's own network.",
 }
@@ -30,21 +29,40 @@ def section(records: list[RunRecord]) -> Section:
 
 
 def part(record: RunRecord) -> Section:
+    """Describe one measurement: the verdicts, the figures, then every value."""
     rows = newest(record)
     counts = Counter(str(row.get("verdict")) for row in rows)
-    tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-    table = Table(f"{len(rows)} claims: {tally}", HEAD, tuple(map(cells, rows)), numeric=False)
-    seen = [in_figures(record.preset, row) for row in rows if row.get("figures")]
-    title = f"Claims: {record.preset}"
-    found = (f"{len(rows)} claims ({record.preset}): {tally}.",)
-    return Section(title, SIZES.get(record.preset, ""), (table, *seen), found)
+    tally = ", ".join(f"{verdict}: {count}" for verdict, count in counts.most_common())
+    figures = [claim_figures(record.preset, row) for row in rows if row.get("figures")]
+    return Section(
+        f"claims: {record.preset}",
+        SIZES.get(record.preset, ""),
+        (verdicts(rows), *figures, measurements(rows)),
+        (f"{len(rows)} claims ({record.preset}): {tally}.",),
+    )
 
 
-def in_figures(preset: str, row: Row) -> Section:
+def verdicts(rows: list[Row]) -> Table:
+    """Tabulate each claim's verdict."""
+    cells = tuple(
+        (f"{row['number']}. {_text(row, 'statement')}", _text(row, "n"), _text(row, "verdict"))
+        for row in rows
+    )
+    return Table("Verdicts", ("claim", "n", "verdict"), cells, numeric=False)
+
+
+def measurements(rows: list[Row]) -> Table:
+    """Tabulate what was measured for each claim, and the paper's value."""
+    fields = ("section", "measured", "value", "paper")
+    cells = tuple((str(row["number"]), *(_text(row, field) for field in fields)) for row in rows)
+    return Table("Measurements", ("claim", *fields), cells, numeric=False)
+
+
+def claim_figures(preset: str, row: Row) -> Section:
     """Describe one claim with its figures."""
-    table = Table("", HEAD[1:], (cells(row)[1:],), numeric=False)
-    plots = (plot(preset, row, shown) for shown in row["figures"])
-    return Section(f"Claim {row['number']}", f"{row['statement']}.", (table, *plots))
+    plots = tuple(plot(preset, row, figure) for figure in row["figures"])
+    words = f"{row['statement']}: {row['verdict']}, n = {row['n']}. {row['value']}."
+    return Section(f"Claim {row['number']}", words, plots)
 
 
 def newest(record: RunRecord) -> list[Row]:
@@ -53,25 +71,23 @@ def newest(record: RunRecord) -> list[Row]:
     return [rows[number] for number in sorted(rows)]
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    fields = ("section", "measured", "value", "paper", "n", "verdict")
-    name = f"{row['number']}. {row.get('statement', '')}"
-    return (name, *(str(row.get(field, "—")) for field in fields))
+def _text(row: Row, field: str) -> str:
+    return str(row.get(field, "—"))
 
 
-def plot(preset: str, row: Row, shown: dict[str, Any]) -> Plot:
-    styles = line_styles([series["name"] for series in shown["series"]])
-    lines = tuple(map(line, shown["series"], styles))
+def plot(preset: str, row: Row, figure: dict[str, Any]) -> Plot:
+    styles = line_styles([series["name"] for series in figure["series"]])
+    lines = tuple(map(line, figure["series"], styles))
     bands = " Band: 95 % interval of the mean." if any(one.low for one in lines) else ""
     return Plot(
-        slug(f"claim {preset} {row['number']} {shown['title']}"),
-        shown["title"],
+        slug(f"claim {preset} {row['number']} {figure['title']}"),
+        figure["title"],
         f"{row['verdict'].capitalize()}, n = {row['n']}.{bands}",
-        shown["x"],
-        shown["y"],
+        figure["x"],
+        figure["y"],
         lines,
-        log_x=shown.get("log_x", False),
-        log_y=shown.get("log_y", False),
+        log_x=figure.get("log_x", False),
+        log_y=figure.get("log_y", False),
     )
 
 

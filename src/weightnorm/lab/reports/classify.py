@@ -59,7 +59,7 @@ def part(runs: RunGrid) -> Section:
         curves("train_error", "Training error (the paper's figure 1)", "training error, %", True),
         curves("test_error", "Test error", "test error, %", True),
         errors(runs),
-        *epochs_table(runs, "train_error", "training error in %", 100),
+        *epochs_table(runs, "train_error", "training error", 100, " %"),
         *unfinished(runs),
         curves("v_norm", "Length of v", "‖v‖, mean over units"),
         curves("effective_step", "Effective step", "g/‖v‖, mean over units"),
@@ -77,12 +77,13 @@ def findings(runs: RunGrid) -> tuple[str, ...]:
     if not runs.best_finished:
         return ()
     epochs = " or ".join(sorted(config_values(runs.records, "epochs")))
+    place = f"{_data(runs)} ({runs.label}), {epochs} epochs"
     train = final_values(runs, "train_error", 100, digits=1)
     test = final_values(runs, "test_error", 100, digits=1)
     return (
-        f"{_data(runs)} ({runs.label}), {epochs} epochs: final training error in %: {train}; "
-        f"test error: {test}.",
-        *epochs_sentence(runs, "train_error", "training error in %", 100),
+        f"{place}: final training error in %: {train}.",
+        f"{place}: final test error in %: {test}.",
+        *epochs_sentence(runs, "train_error", "training error", 100, " %"),
     )
 
 

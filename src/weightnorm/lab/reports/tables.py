@@ -48,7 +48,9 @@ def epochs_to_common(runs: RunGrid, metric: str) -> tuple[float, dict[str, Stat]
     }
 
 
-def epochs_table(runs: RunGrid, metric: str, what: str, scale: float = 1) -> list[Table]:
+def epochs_table(
+    runs: RunGrid, metric: str, what: str, scale: float = 1, unit: str = ""
+) -> list[Table]:
     """Tabulate the epochs that each parameterization needs to the same value of a metric."""
     target, needed = epochs_to_common(runs, metric)
     if math.isnan(target):
@@ -56,7 +58,7 @@ def epochs_table(runs: RunGrid, metric: str, what: str, scale: float = 1) -> lis
     rows = tuple(
         (runs.name(kind), epochs.text(digits=1), str(epochs.n)) for kind, epochs in needed.items()
     )
-    value = f"{scale * target:.2f}".replace("-", "−")
+    value = f"{scale * target:.2f}{unit}".replace("-", "−")
     head = ("parameterization", f"epochs to {value}", "n")
     notes = (
         f"First epoch with a {what} of {value} or better, which every finished run "
@@ -74,12 +76,14 @@ def final_values(runs: RunGrid, metric: str, scale: float = 1, digits: int = 2) 
     return phrase(runs, ends, scale, digits)
 
 
-def epochs_sentence(runs: RunGrid, metric: str, what: str, scale: float = 1) -> tuple[str, ...]:
+def epochs_sentence(
+    runs: RunGrid, metric: str, what: str, scale: float = 1, unit: str = ""
+) -> tuple[str, ...]:
     """Return a sentence on the epochs to the same value; none if there is nothing to compare."""
     target, needed = epochs_to_common(runs, metric)
     if math.isnan(target):
         return ()
-    value = f"{scale * target:.1f}".replace("-", "−")
+    value = f"{scale * target:.1f}{unit}".replace("-", "−")
     return (f"Epochs to a {what} of {value}: {phrase(runs, needed, digits=1)}.",)
 
 

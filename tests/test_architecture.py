@@ -24,7 +24,15 @@ LIBRARY = {
     "inspection": {"dtensor", "functional", "parametrization"},
     "folding": {"dtensor", "inspection", "parametrization"},
     "batching": {"dtensor", "inspection", "kernels", "parametrization"},
-    "reparam": {"dtensor", "functional", "inspection", "layers", "parametrization"},
+    "reparam": {
+        "dtensor",
+        "folding",
+        "functional",
+        "inspection",
+        "kernels",
+        "layers",
+        "parametrization",
+    },
     "output_sums": {"kernels", "layers"},
     "mean_only": {"distributed", "dtensor", "kernels", "layers", "output_sums"},
     "data_init": {

@@ -40,7 +40,7 @@ def gradients(model):
 
 
 @pytest.mark.parametrize("name", GRAPHED)
-def test_one_graph_trains_as_eager_does(name):
+def test_compiled_training_matches_eager(name):
     case = LAYERS[name]
     layer, inputs = weight_norm(case.make()), case.inputs()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -63,14 +63,14 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("make", VARIANTS.values(), ids=VARIANTS.keys())
-def test_one_graph_of_every_variant(make):
+def test_compiled_options_match_eager(make):
     layer = make()
     x = torch.randn(6, 3, dtype=next(layer.parameters()).dtype)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), layer(x))
 
 
-def test_the_real_compiler_after_initialization():
+def test_inductor_matches_eager():
     model, x = trained_network(), torch.randn(2, 3, 8, 8)
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-4)
@@ -112,7 +112,7 @@ TRANSFORMS = [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian]
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
-def test_derivatives_in_v_and_g_of_any_kind(transform):
+def test_function_transforms_match_the_formula(transform):
     layer = weight_norm(nn.Linear(3, 2)).double()
     x = torch.randn(4, 3, dtype=torch.float64)
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
@@ -137,7 +137,7 @@ ENSEMBLES = {
 
 
 @pytest.mark.parametrize(("make", "shape"), ENSEMBLES.values(), ids=ENSEMBLES.keys())
-def test_an_ensemble_is_one_call(make, shape):
+def test_ensemble_by_vmap_matches_each_model(make, shape):
     models = [nn.Sequential(make()).double() for _ in range(3)]
     x = torch.randn(shape, dtype=torch.float64)
     stacked = torch.func.stack_module_state(models)
@@ -165,7 +165,7 @@ CENTRED = {
 
 
 @pytest.mark.parametrize("make", CENTRED.values(), ids=CENTRED.keys())
-def test_one_graph_keeps_the_same_running_mean(make):
+def test_compiled_running_mean_matches_eager(make):
     eager = make().double().train()
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -197,7 +197,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @every_layer
-def test_a_cuda_graph_could_record_every_layer(case):
+def test_no_layer_synchronizes_with_the_device(case):
     layer, inputs = weight_norm(case.make()), case.inputs()
     with NoWordWithTheHost():
         case.run(layer, inputs).sum().backward()
@@ -214,7 +214,7 @@ def one_rank(tmp_path):
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_cuda_graph_could_record_mean_only_batch_norm(momentum, training, one_rank):
+def test_mean_only_batch_norm_does_not_synchronize_with_the_device(momentum, training, one_rank):
     x = torch.randn(5, 3, 6, 6)
     for group in (None, one_rank):
         layer = weight_norm(nn.Conv2d(3, 4, 3), scale="log")
@@ -227,7 +227,7 @@ def test_a_cuda_graph_could_record_mean_only_batch_norm(momentum, training, one_
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_off_the_cpu_the_fused_form_is_not_taken(monkeypatch):
+def test_fused_form_is_only_used_on_the_cpu(monkeypatch):
     monkeypatch.setattr(kernels, "_NATIVE", {torch.float32: torch.float32})
     monkeypatch.setattr(kernels, "native", None)  # cannot be called
     v, g = torch.ones(2, 2, requires_grad=True), torch.ones(2, 1)
@@ -236,6 +236,6 @@ def test_off_the_cpu_the_fused_form_is_not_taken(monkeypatch):
     assert kernels.compose(v.to("meta"), g.to("meta"), 0).is_meta
 
 
-def test_the_host_would_be_overheard():
+def test_synchronization_is_detected():
     with NoWordWithTheHost(), pytest.raises(AssertionError, match="waits for the device"):
         kernels.native(torch.ones(2, 2), torch.ones(2, 1))

@@ -93,7 +93,7 @@ def agree(exported, model, inputs):
         torch.testing.assert_close(theirs, ours, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_onnx_as_it_is(everything):
+def test_onnx_without_folding(everything):
     model, inputs = everything
     exported = Exported(model, inputs)
     agree(exported, model, inputs)
@@ -177,6 +177,6 @@ def test_int8_after_folding(quantized, make, shape, refusal):
 
 
 @every_quantizer
-def test_without_folding_quantizers_refuse(quantized, make, shape, refusal):
+def test_quantizers_refuse_without_folding(quantized, make, shape, refusal):
     with pytest.raises((AssertionError, KeyError), match=refusal):
         quantized(normalized(make))

@@ -75,7 +75,7 @@ def test_zero_rows():
     assert torchs(zeroed()).weight.isnan().any()
 
 
-def test_taking_it_off_a_copy():
+def test_removing_from_a_copy():
     layer = ours(nn.Linear(4, 3))
     weightnorm.remove_weight_norm(copy.deepcopy(layer))
     assert layer.weight.shape == (3, 4)
@@ -91,7 +91,7 @@ def test_pickling_a_module():
         pickle.dumps(torchs(nn.Linear(4, 3)))
 
 
-def test_dim_none():
+def test_negative_dim():
     g = {
         (name, dim): flavour(nn.Linear(4, 3), dim=dim).parametrizations.weight.original0.shape
         for name, flavour in (("ours", ours), ("torch", torchs))
@@ -102,7 +102,7 @@ def test_dim_none():
     assert g["torch", None] == g["torch", -1]
 
 
-def test_recurrent_weights_a_sequence():
+def test_recurrent_weights_per_sequence():
     def evaluations(layer, sequence):
         count = 0
 

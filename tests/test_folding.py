@@ -1,4 +1,4 @@
-"""Plain weights, for a while or for good."""
+"""Folding for the time of a block, and removing weight norm."""
 
 import copy
 
@@ -35,7 +35,7 @@ SIMPLE = [nn.Linear, nn.LSTMCell, nn.GRU]
 
 
 @every_layer
-def test_folding_changes_nothing_and_comes_back_bit_for_bit(case):
+def test_folding_keeps_the_output_and_restores_v_and_g(case):
     plain, inputs = case.make(), case.inputs()
     layer = weight_norm(copy.deepcopy(plain))
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_folding_changes_nothing_and_comes_back_bit_for_bit(case):
 
 
 @every_layer
-def test_removing_leaves_a_plain_trainable_layer(case):
+def test_removing_gives_a_plain_trainable_layer(case):
     plain, inputs = case.make(), case.inputs()
     layer = weight_norm(copy.deepcopy(plain))
     before = case.run(layer, inputs)
@@ -75,7 +75,7 @@ def test_removing_leaves_a_plain_trainable_layer(case):
 
 @every_flavour
 @pytest.mark.parametrize("kind", SIMPLE)
-def test_every_flavour_is_seen_folded_and_removed(flavour, kind):
+def test_fold_and_remove_every_flavour(flavour, kind):
     model = nn.Sequential(flavour(kind(4, 4)))
     run = lambda: model(x)[0]  # noqa: E731
     x = torch.randn(3, 4)
@@ -95,7 +95,7 @@ def test_every_flavour_is_seen_folded_and_removed(flavour, kind):
     assert all(p.grad is not None for n, p in model.named_parameters() if "weight" in n)
 
 
-def test_folding_a_copy_of_torchs_leaves_the_original_alone():
+def test_folding_a_copy_of_torchs_flavour_keeps_the_original():
     layer = torchs(nn.Linear(3, 2))
     twin = copy.deepcopy(layer)  # torch lets them share a class
     before = layer.weight.detach().clone()
@@ -106,7 +106,7 @@ def test_folding_a_copy_of_torchs_leaves_the_original_alone():
     assert type(twin) is nn.Linear
 
 
-def test_an_exception_inside_brings_the_parts_back():
+def test_v_and_g_are_restored_after_an_exception():
     layer = weight_norm(nn.Linear(3, 2))
     v, g = parts(layer)
     with pytest.raises(ZeroDivisionError), folded(layer):
@@ -115,7 +115,7 @@ def test_an_exception_inside_brings_the_parts_back():
     assert parts(layer).g is g
 
 
-def test_what_is_done_to_folded_weights_is_dropped():
+def test_writes_to_folded_weights_are_discarded():
     layer = weight_norm(nn.Linear(3, 2))
     before = layer.weight.detach().clone()
     with folded(layer), torch.no_grad():
@@ -132,14 +132,14 @@ def test_nested_folds():
     assert is_weight_normed(layer)
 
 
-def test_only_tensors_of_the_given_name_are_removed():
+def test_remove_by_name():
     layer = weight_norm(nn.LSTMCell(3, 2))
     assert remove_weight_norm(layer, "weight_ih") == ["weight_ih"]
     assert is_weight_normed(layer, "weight_hh")
     assert not is_weight_normed(layer, "weight_ih")
 
 
-def test_children_and_parameters_keep_their_order():
+def test_folding_keeps_the_order_of_parameters():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -156,7 +156,7 @@ def test_children_and_parameters_keep_their_order():
 
 @every_flavour
 @every_layer
-def test_weights_removed_one_by_one_come_back_in_order(flavour, case):
+def test_removing_one_by_one_keeps_the_order_of_parameters(flavour, case):
     plain = case.make()
     layer = flavour(copy.deepcopy(plain))
     for name in weight_names(plain):
@@ -164,7 +164,7 @@ def test_weights_removed_one_by_one_come_back_in_order(flavour, case):
     assert list(layer.state_dict()) == list(plain.state_dict())
 
 
-def test_another_parametrization_on_top_is_folded_but_not_removed():
+def test_weight_with_a_second_parametrization_is_folded_but_not_removed():
     class Double(nn.Module):
         def forward(self, w):
             return 2 * w
@@ -175,11 +175,11 @@ def test_another_parametrization_on_top_is_folded_but_not_removed():
     with folded(layer):
         assert torch.equal(layer.weight, before)
     assert torch.equal(layer.weight, before)
-    with pytest.raises(ValueError, match="Double is stacked upon weight norm"):
+    with pytest.raises(ValueError, match="Double is registered after weight norm"):
         remove_weight_norm(layer)
 
 
-def test_other_parametrized_tensors_stay():
+def test_other_parametrized_tensors_are_kept():
     class Negative(nn.Module):
         def forward(self, b):
             return -b

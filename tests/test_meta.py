@@ -1,4 +1,4 @@
-"""Models built on the meta device: normalized before they have memory, given values after."""
+"""Models normalized on the meta device, and given memory and values afterwards."""
 
 import copy
 
@@ -27,7 +27,7 @@ def on_meta(make):
 
 
 @every_layer
-def test_wrapping_computes_nothing_and_loading_gives_the_values(case):
+def test_normalize_on_meta_then_load(case):
     layer, real = on_meta(case.make), weight_norm(case.make())
     assert all(p.is_meta for p in layer.parameters())
     for (name, mine), theirs in zip(
@@ -43,8 +43,8 @@ def test_wrapping_computes_nothing_and_loading_gives_the_values(case):
 
 
 @every_layer
-def test_resetting_is_the_layers_own_initialization(case):
-    """torch's would fill a temporary weight, and leave v and g as memory happened to be."""
+def test_reset_parameters_initializes_the_weight(case):
+    """torch's parametrization fills a temporary weight and leaves v and g uninitialized."""
     layer, plain = on_meta(case.make).to_empty(device="cpu"), case.make()
     for p in layer.parameters():
         nn.init.constant_(p, float("nan"))
@@ -55,7 +55,7 @@ def test_resetting_is_the_layers_own_initialization(case):
             if reset:
                 reset()
     inputs = case.inputs()
-    if isinstance(plain, (nn.RNNBase, nn.RNNCellBase)):  # g takes random numbers as well
+    if isinstance(plain, (nn.RNNBase, nn.RNNCellBase)):  # these also draw random numbers for g
         weights = {n: p for n, p in plain.named_parameters() if n.startswith("weight")}
         bound = plain.hidden_size**-0.5
         for name, weight in weights.items():
@@ -67,7 +67,7 @@ def test_resetting_is_the_layers_own_initialization(case):
         torch.testing.assert_close(case.run(layer, inputs), case.run(plain, inputs))
 
 
-def test_batch_means_start_anew():
+def test_reset_parameters_resets_running_means():
     with torch.device("meta"):
         models = [
             MeanOnlyBatchNorm1d(3),
@@ -88,10 +88,10 @@ def test_batch_means_start_anew():
         assert norm.bias is None or (norm.bias == 0).all()
 
 
-def test_what_needs_values_says_so():
+def test_options_that_need_values_are_refused_on_meta():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 3))
-    with pytest.raises(ValueError, match=r"a mask would lose its values; .* to_empty first"):
+    with pytest.raises(ValueError, match=r"mask would lose its values; .* to_empty first"):
         weight_norm(model[0], mask=torch.ones(3, 2))
     assert not is_weight_normed(model[0])
     with pytest.raises(ValueError, match=r"0.weight is on the meta device: there is nothing"):

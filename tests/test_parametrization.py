@@ -1,4 +1,4 @@
-"""Copies, pickles, processes and functional calls of normalized modules."""
+"""Copying, pickling, caching and calling normalized modules, from one thread and from many."""
 
 import copy
 import io
@@ -31,7 +31,7 @@ COPIES = {
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
 @pytest.mark.parametrize("after_forward", [False, True], ids=["fresh", "used"])
 @every_layer
-def test_copies_compute_the_same_and_live_apart(case, duplicate, after_forward):
+def test_copies_are_equal_and_independent(case, duplicate, after_forward):
     layer, inputs = weight_norm(case.make()), case.inputs()
     if after_forward:
         case.run(layer, inputs).sum().backward()
@@ -39,13 +39,13 @@ def test_copies_compute_the_same_and_live_apart(case, duplicate, after_forward):
     before = case.run(layer, inputs)
     assert torch.equal(case.run(twin, inputs), before)
     assert not {id(p) for p in twin.parameters()} & {id(p) for p in layer.parameters()}
-    remove_weight_norm(twin)  # torch's own copies share a class: this would break the original
+    remove_weight_norm(twin)  # copies of torch's weight norm share a class: the original breaks
     assert is_weight_normed(layer)
     assert torch.equal(case.run(layer, inputs), before)
     torch.testing.assert_close(case.run(twin, inputs), before)
 
 
-def test_a_copy_inside_torchs_cache_has_weights_of_its_own():
+def test_copies_do_not_share_entries_of_torchs_cache():
     layer = weight_norm(nn.Linear(3, 2))
     twin = copy.deepcopy(layer)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def test_a_copy_inside_torchs_cache_has_weights_of_its_own():
         assert layer.weight is layer.weight
 
 
-def test_state_dicts_round_trip_through_files(tmp_path):
+def test_state_dict_round_trip_through_a_file(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
     weight_norm_model(model)
     torch.save(model.state_dict(), tmp_path / "model.pt")
@@ -70,7 +70,7 @@ def _train_in_child(model, queue):
     queue.put((type(model).__name__, model(torch.ones(1, 3)).detach().sum().item()))
 
 
-def test_spawned_processes_get_the_model():
+def test_spawned_process_receives_the_model():
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     model = weight_norm(nn.Linear(3, 2))
@@ -83,7 +83,7 @@ def test_spawned_processes_get_the_model():
     assert value == pytest.approx(model(torch.ones(1, 3)).sum().item())
 
 
-def test_averaged_models_average_v_and_g():
+def test_averaged_model_averages_v_and_g():
     model = weight_norm(nn.Linear(3, 2))
     average = torch.optim.swa_utils.AveragedModel(model)
     average.update_parameters(model)
@@ -98,7 +98,7 @@ def test_averaged_models_average_v_and_g():
 
 
 @every_layer
-def test_functional_call_uses_the_given_parts(case):
+def test_functional_call_uses_the_given_v_and_g(case):
     layer, inputs = weight_norm(case.make()), case.inputs()
     other = weight_norm(case.make())
     given = {name: p.detach().clone() for name, p in other.named_parameters()}
@@ -107,7 +107,7 @@ def test_functional_call_uses_the_given_parts(case):
     torch.testing.assert_close(out, case.run(other, inputs))
 
 
-def test_recurrent_layers_keep_no_stale_weights():
+def test_recurrent_layers_use_current_weights():
     layer = weight_norm(nn.LSTM(3, 4))
     x = torch.randn(5, 2, 3)
     before = layer(x)[0]
@@ -117,15 +117,15 @@ def test_recurrent_layers_keep_no_stale_weights():
     layer.flatten_parameters()
     layer.to(torch.float64)
     assert layer(x.double())[0].dtype == torch.float64
-    assert all(w is None for w in layer._flat_weights)
+    assert "_flat_weights" not in vars(layer)
 
 
-def test_recurrent_weights_are_computed_once_a_call(monkeypatch):
+def test_recurrent_weights_are_computed_once_per_forward(monkeypatch):
     from weightnorm import kernels
 
     layer, calls = weight_norm(nn.LSTM(3, 4)), []
     compose = kernels.compose
-    monkeypatch.setattr(kernels, "compose", lambda *a: calls.append(a) or compose(*a))
+    monkeypatch.setattr(kernels, "compose", lambda **parts: calls.append(parts) or compose(**parts))
     layer(torch.randn(5, 2, 3))
     assert len(calls) == 2  # input-hidden and hidden-hidden
 
@@ -137,9 +137,12 @@ def test_packed_sequences():
     torch.testing.assert_close(layer(packed)[0].data, plain(packed)[0].data)
 
 
-def test_torchs_own_tools_can_take_it_off():
-    layer = weight_norm(nn.Linear(3, 2))
-    before = layer.weight.detach().clone()
-    parametrize.remove_parametrizations(layer, "weight")
-    assert type(layer) is nn.Linear
-    assert torch.equal(layer.weight, before)
+@every_layer
+def test_torchs_remove_parametrizations(case):
+    plain, inputs = case.make(), case.inputs()
+    layer = weight_norm(copy.deepcopy(plain))
+    before = case.run(layer, inputs)
+    for name in list(layer.parametrizations):
+        parametrize.remove_parametrizations(layer, name)
+    assert type(layer) is type(plain)
+    torch.testing.assert_close(case.run(layer, inputs), before)

@@ -1,4 +1,4 @@
-"""The public names, frozen: a change here is a decision, not an accident."""
+"""Public names and signatures. A change here changes the library's interface."""
 
 import inspect
 import subprocess
@@ -18,23 +18,25 @@ PUBLIC = {
     "convert_state_dict": "(state, to, *, weights=(), dim='infer')",
     "data_dependent_init": "(model, *batch, target_std=1.0, group=None, forward=None)",
     "diagnostics": None,
-    "folded": "(model)",
+    "folded": "(model, *, include_torch=True)",
     "functional": None,
-    "init_": "(layer, fn, name='weight')",
-    "is_weight_normed": "(layer, name=None)",
+    "init_": "(module, fn, name='weight')",
+    "is_weight_normed": "(module, name=None)",
     "load_state_dict": "(model, state, strict=True)",
     "mean_only_batch_norm": "(layer, momentum=0.1, *, group=None)",
     "normalized_weights": "(model)",
     "parameterize": "(layer, how, *, group=None)",
-    "parts": "(layer, name='weight')",
-    "remove_weight_norm": "(module, name=None)",
+    "parts": "(module, name='weight')",
+    "remove_weight_norm": "(module, name=None, *, include_torch=True)",
+    "unnormalized_weights": "(model)",
     "batched_weights": "(model)",
     "update_running_means": "(loader, model, device=None)",
     "weight_norm": (
-        "(layer, name=None, dim='auto', *, scale='linear', mask=None, eps=1e-12, train_g=True)"
+        "(module, name=None, dim='auto', *, g=None, scale='linear', mask=None, eps=1e-12, "
+        "train_g=True)"
     ),
     "weight_norm_model": (
-        "(model, *, where=None, dim='auto', scale='linear', eps=1e-12, train_g=True)"
+        "(model, *, where=None, dim='auto', g=None, scale='linear', eps=1e-12, train_g=True)"
     ),
 }
 
@@ -45,7 +47,7 @@ def signature(thing):
     return str(inspect.Signature(bare))
 
 
-def test_the_public_names_and_signatures():
+def test_public_names_and_signatures():
     assert sorted(weightnorm.__all__) == sorted(PUBLIC)
     for name, expected in PUBLIC.items():
         thing = getattr(weightnorm, name)
@@ -54,8 +56,8 @@ def test_the_public_names_and_signatures():
             assert signature(thing) == expected, name
 
 
-def test_importing_needs_only_torch_and_the_standard_library():
-    """In a fresh interpreter: what comes in besides torch is what torch brings itself."""
+def test_import_needs_only_torch():
+    """In a new interpreter, importing weightnorm loads only what importing torch loads."""
     code = "import sys; import {}; print(*sorted({{m.partition('.')[0] for m in sys.modules}}))"
     loaded = [
         set(

@@ -1,4 +1,4 @@
-"""Applying weight norm: it changes nothing, trains like torch's, and refuses bad input whole."""
+"""Applying weight norm: same output, same training as torch's, errors that change nothing."""
 
 import copy
 
@@ -30,7 +30,7 @@ def snapshot(module):
 
 @pytest.mark.parametrize("scale", SCALES)
 @every_layer
-def test_applying_changes_nothing_the_layer_computes(case, scale):
+def test_applying_keeps_the_output(case, scale):
     layer, inputs = case.make(), case.inputs()
     before = case.run(layer, inputs)
     assert weight_norm(layer, scale=scale) is layer
@@ -38,7 +38,7 @@ def test_applying_changes_nothing_the_layer_computes(case, scale):
 
 
 @every_layer
-def test_gradients_flow_to_every_part(case):
+def test_every_v_and_g_receives_a_gradient(case):
     layer, inputs = weight_norm(case.make()), case.inputs()
     (case.run(layer, inputs) * torch.randn_like(case.run(layer, inputs))).sum().backward()
     for name, parameter in layer.named_parameters():
@@ -75,7 +75,7 @@ STEPPED = ["linear", "bilinear", "conv1d", "conv2d", "conv3d", "embedding", "lst
 
 @pytest.mark.parametrize("name", STEPPED)
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_steps_like_torchs_own(name, optimizer):
+def test_optimizer_steps_match_torchs_weight_norm(name, optimizer):
     ours, case = LAYERS[name].make(), LAYERS[name]
     theirs, inputs = copy.deepcopy(ours), case.inputs()
     weight_norm(ours)
@@ -99,7 +99,7 @@ def test_steps_like_torchs_own(name, optimizer):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv-transpose2d", "gru-cell"])
-def test_values_gradients_and_a_step_are_those_of_torchs_kernel(name, dim, scale, dtype):
+def test_values_gradients_and_step_match_torchs_kernel(name, dim, scale, dtype):
     layer = weight_norm(LAYERS[name].make().to(dtype), dim=dim, scale=scale)
     for originals in layer.parametrizations.values():
         g, v = originals.original0, originals.original1
@@ -140,7 +140,7 @@ def test_every_dim_dtype_and_scale(dtype, dim, scale, kind):
     assert all(p.grad.isfinite().all() for p in layer.parametrizations.parameters())
 
 
-def test_log_scale_trains_s_and_says_so_in_the_state_dict():
+def test_log_scale_stores_s_under_its_own_state_dict_key():
     layer = weight_norm(nn.Linear(3, 2), scale="log")
     s = layer.parametrizations.weight.original0
     torch.testing.assert_close(s.exp(), norm(layer.weight))
@@ -151,14 +151,14 @@ def test_log_scale_trains_s_and_says_so_in_the_state_dict():
         layer.load_state_dict(weight_norm(nn.Linear(3, 2)).state_dict())
 
 
-def test_checkpoints_of_torchs_weight_norm_load():
+def test_load_state_dict_of_torchs_parametrization():
     theirs = parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
     ours = weight_norm(nn.Conv2d(3, 4, 3))
     ours.load_state_dict(theirs.state_dict())
     torch.testing.assert_close(ours.weight, theirs.weight)
 
 
-def test_load_state_dict_takes_torchs_older_keys():
+def test_load_state_dict_of_torchs_hook():
     theirs = nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 4, 3)))
     ours = copy.deepcopy(nn.Sequential(weight_norm(nn.Conv2d(3, 4, 3))))
     ours.load_state_dict(theirs.state_dict())
@@ -170,7 +170,7 @@ def test_load_state_dict_takes_torchs_older_keys():
     assert torch.equal(parts(log).g, before)
 
 
-def test_a_frozen_g_stays():
+def test_frozen_g_does_not_change():
     layer = weight_norm(nn.Linear(3, 2), train_g=False)
     g = parts(layer).g.clone()
     layer(torch.randn(4, 3)).sum().backward()
@@ -179,12 +179,12 @@ def test_a_frozen_g_stays():
     assert parts(layer).v.grad.abs().sum() > 0
 
 
-def test_a_frozen_layer_stays_frozen():
+def test_frozen_layer_stays_frozen():
     layer = weight_norm(nn.Linear(3, 2).requires_grad_(False))
     assert not any(p.requires_grad for p in layer.parameters())
 
 
-def test_masked_weights_are_normalized_inside_their_mask():
+def test_masked_weights_are_normalized_within_the_mask():
     mask = torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0]])
     layer = weight_norm(nn.Linear(3, 3), mask=mask)
     torch.testing.assert_close(norm(layer.weight)[:2], parts(layer).g[:2])
@@ -196,7 +196,7 @@ def test_masked_weights_are_normalized_inside_their_mask():
     assert torch.equal(copy.deepcopy(layer).weight, layer.weight)
 
 
-def test_a_zero_initialized_layer_computes_zero_and_can_learn():
+def test_zero_initialized_layer_can_train():
     layer = nn.Linear(4, 3)
     nn.init.zeros_(layer.weight)
     weight_norm(layer)
@@ -223,7 +223,7 @@ def test_autocast_normalizes_in_float32():
     assert parts(layer).v.grad.dtype == torch.float32
 
 
-def test_any_module_by_name_and_dim():
+def test_custom_module_with_name_and_dim():
     class Scale(nn.Module):
         def __init__(self):
             super().__init__()
@@ -236,17 +236,17 @@ def test_any_module_by_name_and_dim():
     torch.testing.assert_close(module.kernel, before)
 
 
-def test_a_one_dimensional_weight_with_a_dim():
+def test_one_dimensional_weight_with_dim_none():
     layer = weight_norm(nn.LayerNorm(5), "weight", dim=None)
     torch.testing.assert_close(layer.weight, torch.ones(5))
     assert parts(layer).g.shape == ()
 
 
-def test_init_lands_where_torchs_would_be_lost():
+def test_init_sets_the_normalized_weight():
     layer = weight_norm(nn.Linear(4, 3))
     before = layer.weight.detach().clone()
     nn.init.ones_(layer.weight)
-    assert torch.equal(layer.weight, before)  # the known silent no-op
+    assert torch.equal(layer.weight, before)  # it filled a temporary tensor
     init_(layer, lambda w: nn.init.normal_(w, std=0.05))
     assert layer.weight.std() < 0.1
     assert not torch.equal(layer.weight, before)
@@ -255,7 +255,7 @@ def test_init_lands_where_torchs_would_be_lost():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_init_lands_in_torchs_flavours():
+def test_init_sets_weights_normalized_by_torch():
     for flavour in (nn.utils.weight_norm, parametrizations.weight_norm):
         layer = init_(flavour(nn.Linear(4, 3)), nn.init.ones_)
         torch.testing.assert_close(layer(torch.eye(4)) - layer.bias, torch.ones(4, 3))
@@ -271,7 +271,7 @@ def test_assigning_a_weight_copies_it():
         layer.weight = torch.randn(4, 3)
 
 
-def test_a_whole_model():
+def test_weight_norm_model_normalizes_every_known_layer():
     model = nn.Sequential(
         nn.Embedding(9, 4), nn.LSTM(4, 4), nn.TransformerEncoderLayer(4, 2, 8), nn.LayerNorm(4)
     )
@@ -289,10 +289,10 @@ def test_a_whole_model():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_attention_layers_agree_with_their_plain_form_on_every_path(training):
+def test_transformer_layer_keeps_its_output(training):
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).train(training)
     x = torch.randn(2, 5, 8)
-    with torch.no_grad():  # in evaluation torch takes its fused path
+    with torch.no_grad():  # in evaluation mode torch uses its fused implementation
         before = model(x)
         weight_norm_model(model)
         torch.testing.assert_close(model(x), before)
@@ -311,7 +311,7 @@ def test_tied_weights_stay_tied():
     assert model["out"].weight is model["embed"].weight
 
 
-def test_weights_tied_across_different_axes_are_refused_whole():
+def test_tied_weights_with_different_axes_are_refused():
     model = nn.ModuleList([nn.Conv1d(3, 3, 2), nn.ConvTranspose1d(3, 3, 2)])
     model[1].weight = model[0].weight
     with pytest.raises(ValueError, match="units lie along different axes"):
@@ -320,7 +320,7 @@ def test_weights_tied_across_different_axes_are_refused_whole():
     assert type(model[0]) is nn.Conv1d
 
 
-def test_lazy_layers_are_normalized_when_they_get_a_shape():
+def test_lazy_layers_are_normalized_when_materialized():
     model = nn.Sequential(nn.LazyConvTranspose2d(4, 3), nn.Flatten(), nn.LazyLinear(2))
     names = weight_norm_model(model)
     assert names == ["0.weight", "2.weight"]
@@ -334,7 +334,12 @@ def test_lazy_layers_are_normalized_when_they_get_a_shape():
 
 BAD = {
     "no such parameter": (nn.Linear(3, 2), {"name": "wieght"}, ValueError, "did you mean 'weight'"),
-    "no parameter at all": (nn.ReLU(), {}, ValueError, "has no parameter 'weight': it has none"),
+    "no parameter at all": (
+        nn.ReLU(),
+        {},
+        ValueError,
+        "has no parameter 'weight': it has no parameters",
+    ),
     "one-dimensional": (nn.LayerNorm(3), {}, ValueError, r"1 dimension, .* pass dim=None"),
     "dim too large": (nn.Linear(3, 2), {"dim": 2}, IndexError, "dim=2 is out of range"),
     "dim too small": (nn.Linear(3, 2), {"dim": -3}, IndexError, "dim=-3 is out of range"),
@@ -342,12 +347,12 @@ BAD = {
     "complex": (nn.Linear(3, 2, dtype=torch.complex64), {}, TypeError, "complex64; .* two real"),
     "scale unknown": (nn.Linear(3, 2), {"scale": "lin"}, ValueError, "'lin' is unknown.*'linear'"),
     "wrong mask": (nn.Linear(3, 2), {"mask": torch.ones(2)}, ValueError, "mask has shape"),
-    "twice": (weight_norm(nn.Linear(3, 2)), {}, ValueError, "already; remove_weight_norm"),
+    "twice": (weight_norm(nn.Linear(3, 2)), {}, ValueError, "already; use remove_weight_norm"),
     "twice, torch's": (
         parametrizations.weight_norm(nn.Linear(3, 2)),
         {},
         ValueError,
-        "already; remove_weight_norm",
+        "already; use remove_weight_norm",
     ),
     "another parametrization": (
         parametrizations.spectral_norm(nn.Linear(3, 2)),
@@ -382,13 +387,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("layer", "how", "error", "says"), BAD.values(), ids=BAD.keys())
-def test_bad_input_is_refused_and_changes_nothing(layer, how, error, says):
+@pytest.mark.parametrize(("layer", "options", "error", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_refused_and_changes_nothing(layer, options, error, message):
     before, text = snapshot(layer)
-    with pytest.raises(error, match=says):
-        weight_norm(layer, **how)
-    after, same = snapshot(layer)
-    assert same == text
+    with pytest.raises(error, match=message):
+        weight_norm(layer, **options)
+    after, text_after = snapshot(layer)
+    assert text_after == text
     torch.testing.assert_close(after, before)
 
 
@@ -406,7 +411,7 @@ def test_sparse_weights_are_refused():
         weight_norm(layer)
 
 
-def test_a_model_is_changed_whole_or_not_at_all():
+def test_refused_model_is_unchanged():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.complex64))
     before, text = snapshot(model)
     with pytest.raises(TypeError):
@@ -415,20 +420,20 @@ def test_a_model_is_changed_whole_or_not_at_all():
     assert list(model.state_dict()) == list(before)
 
 
-def test_a_failure_midway_is_rolled_back(monkeypatch):
+def test_failure_midway_is_rolled_back(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     weights = [layer.weight for layer in model]
     from weightnorm import parametrization
 
-    attach, calls = parametrization.attach, []
+    register, calls = parametrization.register, []
 
     def failing(*args):
         if calls:
             raise MemoryError
         calls.append(args)
-        return attach(*args)
+        return register(*args)
 
-    monkeypatch.setattr(parametrization, "attach", failing)
+    monkeypatch.setattr(parametrization, "register", failing)
     with pytest.raises(MemoryError):
         weight_norm_model(model)
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
@@ -436,16 +441,20 @@ def test_a_failure_midway_is_rolled_back(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "how", "says"),
+    ("model", "options", "message"),
     [
-        (nn.Sequential(nn.ReLU()), {}, "no layer torch knows"),
+        (
+            nn.Sequential(nn.ReLU()),
+            {},
+            "it has no linear, convolutional, recurrent or attention layer",
+        ),
         (nn.Linear(2, 2), {"where": lambda name, module: False}, "selected none of its 1 layers"),
         (weight_norm(nn.Linear(2, 2)), {}, "all 1 weights are normalized already"),
     ],
 )
-def test_nothing_to_normalize_is_an_error(model, how, says):
-    with pytest.raises(ValueError, match=says):
-        weight_norm_model(model, **how)
+def test_nothing_to_normalize_is_an_error(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        weight_norm_model(model, **options)
 
 
 def test_parts_of_a_plain_layer_is_an_error():
@@ -455,7 +464,7 @@ def test_parts_of_a_plain_layer_is_an_error():
         parts(weight_norm(nn.GRU(2, 2)))
 
 
-def test_what_deepspeed_has_partitioned_is_refused():
+def test_weights_partitioned_by_deepspeed_are_refused():
     layer = nn.Linear(2, 3)
     layer.weight.ds_id, layer.weight.data = 0, torch.empty(0)  # as ZeRO-3 leaves it
     with pytest.raises(ValueError, match=r"Linear.weight is empty here: .*GatheredParameters"):

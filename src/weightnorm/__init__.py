@@ -6,7 +6,12 @@ from weightnorm.data_init import data_dependent_init
 from weightnorm.folding import folded, remove_weight_norm
 from weightnorm.functional import Parts
 from weightnorm.init_report import InitReport
-from weightnorm.inspection import is_weight_normed, normalized_weights, parts
+from weightnorm.inspection import (
+    is_weight_normed,
+    normalized_weights,
+    parts,
+    unnormalized_weights,
+)
 from weightnorm.mean_only import (
     MeanOnlyBatchNorm1d,
     MeanOnlyBatchNorm2d,
@@ -43,6 +48,7 @@ __all__ = [
     "parameterize",
     "parts",
     "remove_weight_norm",
+    "unnormalized_weights",
     "update_running_means",
     "weight_norm",
     "weight_norm_model",

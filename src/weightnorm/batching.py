@@ -1,32 +1,39 @@
-"""Many small weights in a few calls: for models whose layers are many and small."""
+"""Compute many small normalized weights in a few batched calls."""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from weightnorm import kernels
 from weightnorm.dtensor import is_sharded
 from weightnorm.inspection import NormalizedWeight, find_normalized
-from weightnorm.parametrization import Originals, WeightNorm
+from weightnorm.parametrization import (
+    WeightNorm,
+    WeightNormParametrizationList,
+    cache_weight,
+    cached_weights,
+    is_cached,
+)
 
-SMALL = 2**15
-"""Up to so many numbers a weight costs more to call than to copy (on a CPU)."""
+MAX_ELEMENTS = 2**15
+"""Largest weight that is batched: up to this size, call overhead exceeds copy cost on a CPU."""
 
 
 def batched_weights(model: nn.Module) -> BatchedWeights:
-    """A context in which the small weights of a model are computed all at once, and once.
+    """Return a context manager that computes the small weights of a model in batched calls.
 
-    A vocoder has dozens of small convolutions. Computing each of their weights takes several calls
-    into torch, which cost more than the work they do. Entered, this joins weights of like shape,
-    computes them by one call for each shape, and hands them to the layers; gradients reach v and g
-    as ever. Make it once and enter it around each forward pass:
+    A vocoder has dozens of small convolutions, whose weights cost more in call overhead than in
+    arithmetic. On entering the context, weights of equal shape are concatenated, computed in one
+    call per shape, and used by their layers inside the block. Gradients reach v and g as usual.
+    Create the context manager once and enter it around each forward pass:
 
     >>> from weightnorm import weight_norm_model
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
@@ -36,11 +43,14 @@ def batched_weights(model: nn.Module) -> BatchedWeights:
     ...     loss = model(torch.ones(1, 2)).sum()
     >>> loss.backward()
 
-    Within it every parametrized tensor is computed once, as within
-    ``torch.nn.utils.parametrize.cached()``: do not step the optimizer inside. Large, masked and
-    sharded weights are computed at their layers. The gradients of joined weights come at the end of
-    the backward pass, all at once, so DistributedDataParallel cannot send them meanwhile. A
-    compiled model gains nothing: the compiler joins calls itself.
+    Inside the block every weight of this library is computed at most once, unless its v or g
+    changes. Large, masked and sharded weights are computed when their layers read them. Gradients
+    of batched weights arrive together at the end of the backward pass, so DistributedDataParallel
+    cannot overlap their communication with it. A compiled model does not run faster: the compiler
+    fuses these calls itself.
+
+    Threads: the block affects only the thread that entered it, and several threads may enter the
+    same context manager. Weight norm may be removed and applied again between two blocks.
     """
     return BatchedWeights(model)
 
@@ -49,27 +59,24 @@ class BatchedWeights(AbstractContextManager[None]):
     """See ``batched_weights``."""
 
     def __init__(self, model: nn.Module) -> None:
-        alike: dict[Hashable, dict[int, list[NormalizedWeight]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        for site in find_normalized(model):
-            if _joins(site):
-                alike[_likeness(site)][id(site.parametrizations)].append(
-                    site
-                )  # tied: several of one weight
-        self._groups = [_Group([*tied.values()]) for tied in alike.values() if len(tied) > 1]
-        self._caches: list[AbstractContextManager[None]] = []
+        self._model = model
+        self._batches = _batches_of(model)
+        self._thread = threading.local()  # the blocks that a thread is in
 
     def __enter__(self) -> None:
-        cache = parametrize.cached()
-        cache.__enter__()
-        self._caches.append(cache)
+        block = cached_weights()
+        block.__enter__()
         try:
-            for group in self._groups:
-                group.compute()
+            # A local variable: another thread may exchange the attribute meanwhile.
+            batches = self._batches
+            if not all(batch.is_current() for batch in batches):
+                batches = self._batches = _batches_of(self._model)
+            for batch in batches:
+                batch.compute()
         except BaseException:
-            self.__exit__(None, None, None)
+            block.__exit__(None, None, None)
             raise
+        self._thread.__dict__.setdefault("blocks", []).append(block)
 
     def __exit__(
         self,
@@ -77,54 +84,88 @@ class BatchedWeights(AbstractContextManager[None]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._caches.pop().__exit__(kind, error, trace)
+        self._thread.blocks.pop().__exit__(kind, error, trace)
 
 
-class _Group:
-    """Weights that are one weight when joined along their first axis.
+def _batches_of(model: nn.Module) -> list[_Batch]:
+    """Group the weights of a model that can be computed in one call."""
+    by_key: dict[Hashable, dict[int, NormalizedWeight]] = defaultdict(dict)
+    for weight in find_normalized(model):
+        if _is_batchable(weight):  # tied weights share their parametrizations: once is enough
+            by_key[_batch_key(weight)][id(weight.parametrizations)] = weight
+    return [_Batch([*weights.values()]) for weights in by_key.values() if len(weights) > 1]
 
-    Where units lie along the first axis, so do all units of the joined weight. Elsewhere it is a
-    weight with the groups of all of them, as a grouped transposed convolution has.
+
+class _Batch:
+    """Weights that can be computed as one weight, concatenated along axis 0.
+
+    If the kept axis is 0, the units of all of them lie along axis 0 of the concatenation. Otherwise
+    the concatenation is a weight with the groups of all of them, as a grouped transposed
+    convolution has.
     """
 
-    def __init__(self, tied: list[list[NormalizedWeight]]) -> None:
-        first = [sites[0] for sites in tied]
-        self.held = [site.parametrizations._parameters for site in first]
-        self.rows = [site.stored.v.shape[0] for site in first]
-        self.map: WeightNorm = first[0].parametrization
-        self.groups = sum(site.parametrization.groups for site in first) if self.map.dim else 1
-        self.places = [[(id(site.module), site.name) for site in sites] for sites in tied]
-        self.tied = tied  # so that no id passes to another module
+    def __init__(self, weights: list[NormalizedWeight]) -> None:
+        self.weights = weights
+        self.parametrizations: list[Any] = [weight.parametrizations for weight in weights]
+        self.weight_norm: WeightNorm = weights[0].parametrization
+        self.groups = sum(w.parametrization.groups for w in weights) if self.weight_norm.dim else 1
+        self.key = _tensor_types(self.parametrizations[0])
+
+    def is_current(self) -> bool:
+        """Whether these are still the parametrizations of their modules, of one type of tensor."""
+        for weight, parametrizations in zip(self.weights, self.parametrizations, strict=True):
+            registered: Any = weight.module._modules.get("parametrizations")
+            if (
+                registered is None
+                or registered._modules.get(weight.name) is not parametrizations
+                or len(parametrizations._modules) > 1
+                or _tensor_types(parametrizations) != self.key
+            ):
+                return False
+        return True
 
     def compute(self) -> None:
-        """Put every weight where its layers look for it."""
-        v = [held["original1"] for held in self.held]
+        """Compute all weights and put them into this thread's cache."""
+        if all(map(is_cached, self.parametrizations)):  # by an outer block
+            return
+        v = [each._parameters["original1"] for each in self.parametrizations]
+        g = [each._parameters["original0"] for each in self.parametrizations]
         if any(map(is_sharded, v)):
             return
-        g = self.map.length(torch.cat([held["original0"] for held in self.held]))
-        joined = kernels.compose(torch.cat(v), g, self.map.dim, self.groups, self.map.eps)
-        for places, w in zip(self.places, joined.split(self.rows), strict=True):
-            for place in places:
-                parametrize._cache.setdefault(place, w)
+        w = kernels.compose(
+            v=torch.cat(v),
+            g=self.weight_norm.length(torch.cat(g)),
+            dim=self.weight_norm.dim,
+            groups=self.groups,
+            eps=self.weight_norm.eps,
+        )
+        rows = [part.shape[0] for part in v]
+        for parametrizations, weight in zip(self.parametrizations, w.split(rows), strict=True):
+            cache_weight(parametrizations, weight)
 
 
-def _joins(site: NormalizedWeight) -> bool:
-    """Whether it pays to join this weight to others, and nothing stands against it."""
-    map_, chain = site.parametrization, site.parametrizations
+def _is_batchable(weight: NormalizedWeight) -> bool:
+    """Whether call overhead exceeds copy cost for this weight, and it can be batched."""
+    weight_norm, parametrizations = weight.parametrization, weight.parametrizations
     return (
-        isinstance(map_, WeightNorm)
-        and isinstance(chain, Originals)
-        and len(chain) == 1
-        and map_.mask is None
-        and map_.dim is not None
-        and site.stored.v.numel() <= SMALL
+        isinstance(weight_norm, WeightNorm)
+        and isinstance(parametrizations, WeightNormParametrizationList)
+        and len(parametrizations) == 1
+        and weight_norm.mask is None
+        and weight_norm.dim is not None
+        and weight.stored.v.numel() <= MAX_ELEMENTS
     )
 
 
-def _likeness(site: NormalizedWeight) -> Hashable:
-    """What weights must have in common to be one weight when joined."""
-    (v, g), map_ = site.stored, site.parametrization
-    rows = None if map_.dim == 0 else v.shape[0] // map_.groups
-    trained = v.requires_grad, g.requires_grad
-    kind = v.dtype, g.dtype, v.device
-    return map_.dim, rows, v.shape[1:], map_.scale, map_.eps, trained, kind
+def _batch_key(weight: NormalizedWeight) -> Hashable:
+    """Return what weights must have in common to be computed in one call."""
+    (v, g), weight_norm = weight.stored, weight.parametrization
+    rows = None if weight_norm.dim == 0 else v.shape[0] // weight_norm.groups
+    requires_grad = v.requires_grad, g.requires_grad
+    settings = weight_norm.dim, weight_norm.scale, weight_norm.eps
+    return settings, rows, v.shape[1:], requires_grad, _tensor_types(weight.parametrizations)
+
+
+def _tensor_types(parametrizations: Any) -> tuple[torch.dtype, torch.dtype, torch.device]:
+    v, g = parametrizations._parameters["original1"], parametrizations._parameters["original0"]
+    return v.dtype, g.dtype, v.device

@@ -1,18 +1,20 @@
-"""Plain weights in place of normalized ones: for a while, or for good."""
+"""Replace normalized weights by plain parameters: permanently, or inside a ``with`` block."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from weightnorm import parametrization
 from weightnorm.dtensor import refuse_sharded
 from weightnorm.inspection import NormalizedWeight, find_normalized
+from weightnorm.parametrization import pending_hooks, remove_torch_hook, unparametrize
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -23,37 +25,74 @@ _GATHER = (
 )
 
 
-def remove_weight_norm(module: nn.Module, name: str | None = None) -> list[str]:
-    """Turn every normalized weight below `module` into a plain parameter of the same value.
+def remove_weight_norm(
+    module: nn.Module, name: str | None = None, *, include_torch: bool = True
+) -> list[str]:
+    """Replace the normalized weights of `module` and its submodules by plain parameters.
 
-    Takes off this library's weight norm and both of torch's. Returns the names; none is no error.
-    `name` keeps to tensors of that name.
+    The values of the weights stay the same. Returns the names of the weights; an empty list if
+    none is normalized.
+
+    Args:
+        module: a layer or a model. It is changed in place.
+        name: remove weight norm only from tensors of this name.
+        include_torch: also remove torch's own weight norm, of both flavours. ``False`` removes only
+            what ``weight_norm`` applied, and leaves the weight norm that a model is defined with,
+            such as the positional convolution of wav2vec 2.0: the state dict then has the keys that
+            the model's ``from_pretrained`` expects.
 
     >>> from weightnorm import weight_norm
     >>> model = nn.Sequential(weight_norm(nn.Linear(2, 3)))
     >>> remove_weight_norm(model), remove_weight_norm(model)
     (['0.weight'], [])
     """
-    found = [site for site in find_normalized(module) if name in (None, site.name)]
-    if found:
-        refuse_sharded(module, _GATHER)
-    for site in found:
-        if len(site.parametrizations) > 1:
-            raise ValueError(
-                f"{site.path}: {type(site.parametrizations[1]).__name__} follows weight norm; "
-                "remove it first with torch.nn.utils.parametrize.remove_parametrizations"
-            )
-    _detach(found, trainable=True)
-    return [site.path for site in found]
+    with _LOCK:
+        for submodule in module.modules():
+            refuse_folded(submodule, "remove the weight norm")
+        found = [
+            weight
+            for weight in find_normalized(module)
+            if name in (None, weight.name) and (include_torch or not weight.is_torchs)
+        ]
+        if found:
+            refuse_sharded(module, _GATHER)
+        for weight in found:
+            if len(weight.parametrizations) > 1:
+                other = type(weight.parametrizations[1]).__name__
+                raise ValueError(
+                    f"{weight.path}: {other} is registered after weight norm; remove it first with "
+                    "torch.nn.utils.parametrize.remove_parametrizations"
+                )
+        _replace_by_parameters(found, trainable=True)
+    return [weight.path for weight in found] + _remove_pending(module, name)
+
+
+def _remove_pending(model: nn.Module, name: str | None) -> list[str]:
+    """Cancel the normalization of lazy modules that have no shape yet."""
+    removed = []
+    for path, module in model.named_modules():
+        for weight, hook in pending_hooks(module).items():
+            if name in (None, weight):
+                hook.remove(module)
+                removed.append(f"{path}.{weight}".lstrip("."))
+    return removed
 
 
 @contextmanager
-def folded(model: M) -> Iterator[M]:
-    """Inside the block every normalized weight is a plain, frozen parameter; after it, v and g.
+def folded(model: M, *, include_torch: bool = True) -> Iterator[M]:
+    """Replace every normalized weight by a plain, frozen parameter inside the block.
 
-    For inference, acting and export: nothing is recomputed, and the state dict is that of a plain
-    model. v and g come back bit for bit, also when the block raises; what was done to the plain
-    weights is dropped.
+    For inference, acting and export: no weight is recomputed, and the state dict is that of a plain
+    model. After the block v and g are back bit for bit, also if the block raises; writes to the
+    plain parameters are discarded.
+
+    Threads: enter it once and call the model from any number of threads inside, or let each thread
+    enter it; v and g come back when the last block is left. Threads that call the model outside of
+    any block meanwhile may fail, since the weights are exchanged under them.
+
+    Args:
+        model: a layer or a model.
+        include_torch: also fold torch's own weight norm, of both flavours.
 
     >>> from weightnorm import weight_norm
     >>> model = weight_norm(nn.Linear(2, 3))
@@ -61,36 +100,80 @@ def folded(model: M) -> Iterator[M]:
     ...     list(model.state_dict())
     ['weight', 'bias']
     """
-    found = list(find_normalized(model))
-    if found:
-        refuse_sharded(model, _GATHER)
-    undo = _detach(found, trainable=False)
+    with _LOCK:
+        modules = _fold(model, include_torch)
     try:
         yield model
     finally:
-        undo()
+        with _LOCK:
+            _unfold(modules)
 
 
-def _detach(found: list[NormalizedWeight], *, trainable: bool) -> Callable[[], None]:
-    """Replace normalized tensors by parameters of the same value; the returned call undoes it."""
-    tied: dict[int, nn.Parameter] = {}
-    undos = []
-    for module, of_module in groupby(found, key=lambda site: site.module):
-        weights: dict[str, nn.Parameter] = {}
+@dataclass
+class _Fold:
+    """A module whose weights are folded now, by one or several blocks."""
+
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    blocks: int = 0
+
+
+_LOCK = threading.RLock()
+_FOLDS: dict[nn.Module, _Fold] = {}
+"""Every module that is folded now. Changed only with the lock held."""
+
+
+def _fold(model: nn.Module, include_torch: bool) -> list[nn.Module]:
+    """Fold every module of a model that is not folded yet; return all that are folded."""
+    found = [w for w in find_normalized(model) if include_torch or not w.is_torchs]
+    if found:
+        refuse_sharded(model, _GATHER)
+    for module, undo in _replace_by_parameters(found, trainable=False):
+        _FOLDS.setdefault(module, _Fold()).undo.append(undo)
+    modules = [module for module in model.modules() if module in _FOLDS]
+    for module in modules:
+        _FOLDS[module].blocks += 1
+    return modules
+
+
+def _unfold(modules: list[nn.Module]) -> None:
+    """Restore v and g of the modules that no other block has folded."""
+    for module in reversed(modules):
+        fold = _FOLDS[module]
+        fold.blocks -= 1
+        if not fold.blocks:
+            del _FOLDS[module]
+            for undo in reversed(fold.undo):
+                undo()
+
+
+def refuse_folded(module: nn.Module, action: str) -> None:
+    """Raise if this module itself is folded now: the end of the block would undo `action`."""
+    if module in _FOLDS:
+        raise RuntimeError(
+            f"cannot {action} of {type(module).__name__} inside `with folded(...)`: the end of the "
+            "block restores v and g as they were; leave the block first"
+        )
+
+
+def _replace_by_parameters(
+    found: list[NormalizedWeight], *, trainable: bool
+) -> list[tuple[nn.Module, Callable[[], None]]]:
+    """Replace normalized weights by parameters of the same value; return how to undo each."""
+    tied: dict[int, nn.Parameter] = {}  # by id of v, which tied weights share
+    for weight in found:  # all are computed before any is replaced: this may run out of memory
+        v, g = weight.stored
+        if id(v) not in tied:
+            grad = trainable and (v.requires_grad or g.requires_grad)
+            with torch.no_grad():
+                tied[id(v)] = nn.Parameter(weight.weight(), requires_grad=grad)
+    undos: list[tuple[nn.Module, Callable[[], None]]] = []
+    for module, weights in groupby(found, key=lambda weight: weight.module):
+        parametrized: dict[str, nn.Parameter] = {}
         hooked: dict[str, nn.Parameter] = {}
-        for site in of_module:
-            v, g = site.stored
-            if id(v) not in tied:  # tied weights share v, and stay tied
-                grad = trainable and (v.requires_grad or g.requires_grad)
-                with torch.no_grad():
-                    tied[id(v)] = nn.Parameter(site.weight(), requires_grad=grad)
-            (hooked if site.parametrization is None else weights)[site.name] = tied[id(v)]
-        if weights:
-            undos.append(parametrization.detach(module, weights))
-        undos.extend(parametrization.detach_hook(module, n, w) for n, w in hooked.items())
-
-    def undo() -> None:
-        for step in reversed(undos):
-            step()
-
-    return undo
+        for weight in weights:
+            parameter = tied[id(weight.stored.v)]
+            (hooked if weight.parametrization is None else parametrized)[weight.name] = parameter
+        if parametrized:
+            undos.append((module, unparametrize(module, parametrized)))
+        undos.extend((module, remove_torch_hook(module, n, w)) for n, w in hooked.items())
+    return undos

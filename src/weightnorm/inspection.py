@@ -1,4 +1,9 @@
-"""A normalized weight: the map that makes it, and where in a model it lives, in any flavour."""
+"""Find the normalized weights of a model, and read and write their v and g.
+
+Recognizes three flavours of weight norm: this library's, torch's parametrization
+(``torch.nn.utils.parametrizations.weight_norm``) and torch's older hook
+(``torch.nn.utils.weight_norm``).
+"""
 
 from __future__ import annotations
 
@@ -8,136 +13,186 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrizations import _WeightNorm as TorchWeightNorm
 
 from weightnorm import functional
 from weightnorm.dtensor import on_mesh_of, placed_like
 from weightnorm.functional import Parts
-from weightnorm.parametrization import WeightNorm, hook_of, hooked_names, parametrizations_of
+from weightnorm.parametrization import (
+    WeightNorm,
+    parametrizations_of,
+    torch_hook,
+    torch_hook_names,
+)
 
 
 @dataclass(frozen=True)
 class NormalizedWeight:
-    """One normalized tensor of one module: this library's, or either of torch's flavours."""
+    """A normalized weight of a module, in any flavour."""
 
     path: str
-    """Dotted name of the tensor in the model that was searched."""
+    """Name of the weight in the model that was searched, as in ``encoder.0.weight``."""
     module: nn.Module
     name: str
 
     @property
     def parametrizations(self) -> Any:
-        """The tensor's parametrizations, weight norm first; empty for torch's hooked flavour."""
+        """Its ParametrizationList, weight norm first; empty for torch's hook."""
         found = parametrizations_of(self.module)
         return found[self.name] if self.name in found else ()  # noqa: SIM401 (it has no get)
 
     @property
     def parametrization(self) -> Any:
-        """WeightNorm, or torch's equivalent; None for torch's hooked flavour."""
-        chain = self.parametrizations
-        return chain[0] if chain else None
+        """WeightNorm, or torch's equivalent; None for torch's hook."""
+        parametrizations = self.parametrizations
+        return parametrizations[0] if parametrizations else None
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether torch's weight norm was applied, in either flavour, and not this library's."""
+        return not isinstance(self.parametrization, WeightNorm)
 
     @property
     def is_log(self) -> bool:
+        """Whether s = log g is stored."""
         return isinstance(self.parametrization, WeightNorm) and self.parametrization.scale == "log"
 
     @property
     def stored(self) -> Parts:
         """The parameters themselves: v, and g or s."""
-        if not (chain := self.parametrizations):
-            return Parts(*(getattr(self.module, f"{self.name}_{part}") for part in "vg"))
-        return Parts(chain.original1, chain.original0)
+        if not (parametrizations := self.parametrizations):
+            v, g = (getattr(self.module, f"{self.name}_{part}") for part in "vg")
+            return Parts(v=v, g=g)
+        return Parts(v=parametrizations.original1, g=parametrizations.original0)
 
     @property
     def axis(self) -> tuple[int | None, int]:
-        """The axis that is kept, and the groups axis 0 is split into."""
-        map = self.parametrization
-        if isinstance(map, WeightNorm):
-            return map.dim, map.groups
-        dim = (hook_of(self.module, self.name) or map).dim
-        return (None if dim == -1 else dim), 1  # torch says −1 for no axis
+        """The axis that is kept, and the number of groups axis 0 is split into."""
+        parametrization = self.parametrization
+        if isinstance(parametrization, WeightNorm):
+            return parametrization.dim, parametrization.groups
+        return (None if self._torch_dim == -1 else self._torch_dim), 1
+
+    @property
+    def _torch_dim(self) -> int:
+        """The kept axis as torch's weight norm stores it, with −1 for dim=None."""
+        dim: int = (torch_hook(self.module, self.name) or self.parametrization).dim
+        return dim
 
     def parts(self) -> Parts:
-        """v and g; for a log-scale g is eˢ."""
-        (v, g), map = self.stored, self.parametrization
-        return Parts(v, map.length(g)) if isinstance(map, WeightNorm) else Parts(v, g)
+        """Return v and g; for a log-scale, g is computed as eˢ."""
+        (v, g), parametrization = self.stored, self.parametrization
+        if isinstance(parametrization, WeightNorm):
+            g = parametrization.length(g)
+        return Parts(v=v, g=g)
 
     def v_norm(self) -> Tensor:
-        """‖v‖ of each unit, shaped like g; under the mask, if there is one."""
-        v, map = self.stored.v, self.parametrization
-        if not isinstance(map, WeightNorm):
-            hook = hook_of(self.module, self.name)
-            norm: Tensor = torch.norm_except_dim(v, 2, (hook or map).dim)
+        """Return ‖v‖ of each unit, shaped like g, with the mask applied if there is one."""
+        v, parametrization = self.stored.v, self.parametrization
+        if not isinstance(parametrization, WeightNorm):
+            norm: Tensor = torch.norm_except_dim(v, 2, self._torch_dim)
             return norm
-        v = v if map.mask is None else v * on_mesh_of(map.mask, v)
-        return functional.norm(v, map.dim, groups=map.groups)
+        if parametrization.mask is not None:
+            v = v * on_mesh_of(parametrization.mask, v)
+        return functional.norm(v, parametrization.dim, groups=parametrization.groups)
 
     def weight(self) -> Tensor:
-        """w as it is now. (A hooked flavour's attribute may be stale: it is set at forward.)"""
-        hook = hook_of(self.module, self.name)
+        """Compute w from the current v and g.
+
+        (The attribute that torch's hook sets is only updated by a forward pass.)
+        """
+        hook = torch_hook(self.module, self.name)
         w: Tensor = hook.compute_weight(self.module) if hook else getattr(self.module, self.name)
         return w
 
     @torch.no_grad()
     def decomposed(self, weight: Tensor) -> Parts:
-        """What to store so that the weight has this value."""
+        """Return the values to store so that w equals `weight`: v, and g or s."""
         if isinstance(self.parametrization, WeightNorm):
             g, v = self.parametrization.right_inverse(weight)
-            return Parts(v, g)
-        dim = (hook_of(self.module, self.name) or self.parametrization).dim
-        return Parts(weight.clone(), torch.norm_except_dim(weight, 2, dim))
+            return Parts(v=v, g=g)
+        return Parts(v=weight.clone(), g=torch.norm_except_dim(weight, 2, self._torch_dim))
 
     @torch.no_grad()
     def write(self, weight: Tensor) -> None:
-        """Set v and g so that the weight has this value."""
+        """Set v and g so that w equals `weight`."""
         if weight.shape != self.stored.v.shape:
             got, expected = tuple(weight.shape), tuple(self.stored.v.shape)
             raise ValueError(f"got a weight of shape {got}, expected {expected}")
         for stored, value in zip(self.stored, self.decomposed(weight), strict=True):
             stored.copy_(placed_like(value, stored))
-        if self.parametrization is None:  # the attribute that its hook sets at forward
+        if self.parametrization is None:  # also update the attribute that torch's hook sets
             setattr(self.module, self.name, self.weight())
 
 
 def find_normalized(model: nn.Module, *, recurse: bool = True) -> Iterator[NormalizedWeight]:
-    """Every normalized tensor of a model, in the order of its modules."""
+    """Yield every normalized weight of a model, in the order of its modules."""
     for path, module in model.named_modules() if recurse else [("", model)]:
         names = [
             name
-            for name, originals in parametrizations_of(module).items()
-            if isinstance(originals[0], (WeightNorm, TorchWeightNorm))
+            for name, parametrizations in parametrizations_of(module).items()
+            if isinstance(parametrizations[0], (WeightNorm, TorchWeightNorm))
         ]
-        for name in names + hooked_names(module):
+        for name in names + torch_hook_names(module):
             yield NormalizedWeight(f"{path}.{name}".lstrip("."), module, name)
 
 
-def parts(layer: nn.Module, name: str = "weight") -> Parts:
-    """The direction v and the length g of a normalized weight: the parameters themselves.
+def parts(module: nn.Module, name: str = "weight") -> Parts:
+    """Return the direction v and the length g of a normalized weight: the parameters themselves.
 
-    (For ``scale="log"``, g is computed as eˢ.) Reads torch's own two flavours as well.
+    With ``scale="log"``, g is computed as eˢ. Both flavours of torch's weight norm are supported.
+
+    >>> from weightnorm import weight_norm
+    >>> v, g = parts(weight_norm(nn.Linear(2, 3)))
+    >>> v.shape, g.shape
+    (torch.Size([3, 2]), torch.Size([3, 1]))
     """
-    return normalized_weight(layer, name).parts()
+    return normalized_weight(module, name).parts()
 
 
-def normalized_weight(layer: nn.Module, name: str) -> NormalizedWeight:
-    """The normalized tensor of that name, or an error that says which there are."""
-    present = {site.name: site for site in find_normalized(layer, recurse=False)}
-    if name in present:
-        return present[name]
-    hint = f"normalized here: {', '.join(present)}" if present else "apply weight_norm first"
-    raise ValueError(f"{type(layer).__name__} has no weight-normalized tensor {name!r}; {hint}")
+def normalized_weight(module: nn.Module, name: str) -> NormalizedWeight:
+    """Return the normalized weight of that name; raise an error that lists the names otherwise."""
+    found = {weight.name: weight for weight in find_normalized(module, recurse=False)}
+    if name in found:
+        return found[name]
+    hint = f"normalized here: {', '.join(found)}" if found else "apply weight_norm first"
+    raise ValueError(f"{type(module).__name__} has no weight-normalized tensor {name!r}; {hint}")
 
 
-def is_weight_normed(layer: nn.Module, name: str | None = None) -> bool:
-    """Whether the layer itself has a weight-normalized tensor (of that name), in any flavour."""
-    return any(name in (None, site.name) for site in find_normalized(layer, recurse=False))
+def is_weight_normed(module: nn.Module, name: str | None = None) -> bool:
+    """Return whether the module itself has a normalized weight (of that name), in any flavour."""
+    return any(name in (None, weight.name) for weight in find_normalized(module, recurse=False))
 
 
 def normalized_weights(model: nn.Module) -> dict[str, Parts]:
-    """Every normalized weight of a model by its name, as parts (v, g).
+    """Return v and g of every normalized weight of a model, by the name of the weight.
 
     >>> from weightnorm import weight_norm
     >>> normalized_weights(weight_norm(nn.Linear(2, 3)))["weight"].g.shape
     torch.Size([3, 1])
     """
-    return {site.path: site.parts() for site in find_normalized(model)}
+    return {weight.path: weight.parts() for weight in find_normalized(model)}
+
+
+def unnormalized_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return every parameter of two or more dimensions that is not normalized, by name.
+
+    Shows what ``weight_norm_model`` left out: embeddings, and weights of modules whose output axis
+    is unknown, such as transformers' ``Conv1D``. Normalize those with ``weight_norm(module, name,
+    dim)``.
+
+    >>> from weightnorm import weight_norm_model
+    >>> model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 3))
+    >>> _ = weight_norm_model(model)
+    >>> list(unnormalized_weights(model))
+    ['0.weight']
+    """
+    parts_ = {id(part) for weight in find_normalized(model) for part in weight.stored}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in parts_
+        and not isinstance(parameter, UninitializedParameter)
+        and parameter.ndim > 1
+    }

@@ -1,21 +1,25 @@
-"""How a tensor of a module becomes a function of v and g, and a tensor again.
+"""Parametrize a tensor of a module as w = g·v/‖v‖, and turn it into a plain parameter again.
 
-Built on torch.nn.utils.parametrize: the module gets a class of its own, with a property in the
-tensor's place. Added to it:
+Built on torch.nn.utils.parametrize: the module gets a class of its own, with a property in place of
+the tensor. Added to torch's implementation:
 
-- reading the tensor is quicker than torch's way to it;
-- copies, pickles and spawned processes work, and a copy gets a class of its own (torch lets copies
-  share it, so that un-parametrizing one breaks the other);
-- torch's older checkpoint keys load as well;
-- ``reset_parameters`` initializes the tensor itself, where torch's would fill a temporary one;
-- a recurrent layer hands its kernel the weights of this very call, and keeps none of them;
-- ``detach`` puts plain tensors in place and returns the way back.
+- reading the tensor takes fewer Python calls;
+- modules can be copied, pickled and sent to spawned processes, and each copy has its own class
+  (torch's copies share one, so removing the parametrization from a copy breaks the original);
+- ``load_state_dict`` accepts the keys of torch's older weight norm, ``weight_g`` and ``weight_v``;
+- ``reset_parameters`` initializes the weight through v and g (torch's fills a temporary tensor);
+- a recurrent layer computes its weights once per forward pass and keeps none of them;
+- caching is per thread (``cached_weights``; the cache of ``parametrize.cached`` is global);
+- ``unparametrize`` replaces the tensor by a plain parameter and returns a function to undo it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +36,11 @@ SCALES = ("linear", "log")
 
 
 class WeightNorm(nn.Module):
-    """The map (g, v) → w = g·v/‖v‖ that torch's parametrization mechanism evaluates.
+    """Compute w = g·v/‖v‖: the module that torch.nn.utils.parametrize evaluates.
 
-    With ``scale="log"`` the stored scalar is s and g = eˢ.
+    ``forward(g, v)`` returns w, and ``right_inverse(w)`` returns (g, v). With ``scale="log"`` the
+    first of the two is s, with g = eˢ. Arguments as in ``weight_norm``; `groups` splits axis 0
+    before the norm is taken, as a grouped transposed convolution requires.
     """
 
     mask: Tensor | None
@@ -53,25 +59,37 @@ class WeightNorm(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
         self.plain = mask is None and scale == "linear"
         if scale == "log":
-            # A key of its own in the state dict: s must never be loaded as g, or g as s.
+            # A key of its own in the state dict, so that s is never loaded as g, or g as s.
             self.register_buffer("log_scale", torch.tensor(True))
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
         if not self.plain:
             g = self.length(g)
             v = v if self.mask is None else v * on_mesh_of(self.mask, v)
-        return kernels.compose(v, g, self.dim, self.groups, self.eps)
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return self._traced(g=g, v=v)
+        return kernels.compose(v=v, g=g, dim=self.dim, groups=self.groups, eps=self.eps)
+
+    def _traced(self, *, g: Tensor, v: Tensor) -> Tensor:
+        """The same for torch.jit.trace, which must record one graph with and without gradients."""
+        with torch.enable_grad(), warnings.catch_warnings():
+            # The formula branches on the weight's shape, which is a constant.
+            warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
+            return kernels.formula(v=v, g=g, dim=self.dim, groups=self.groups, eps=self.eps)
 
     def right_inverse(self, w: Tensor) -> tuple[Tensor, Tensor]:
         v, g = functional.decompose(w, self.dim, groups=self.groups, mask=self.mask, eps=self.eps)
         return self.stored(g), v
 
     def length(self, stored: Tensor) -> Tensor:
-        """g from what is stored: itself, or eˢ."""
+        """Compute g from the stored parameter: the parameter itself, or eˢ."""
         return stored.exp() if self.scale == "log" else stored
 
     def stored(self, g: Tensor) -> Tensor:
-        """What is stored for g. A log-scale cannot say 0: it says the least number instead."""
+        """Compute the parameter to store for g: g itself, or s = log g.
+
+        A log-scale cannot represent g = 0, and stores the smallest normal number instead.
+        """
         return g.clamp_min(torch.finfo(g.dtype).tiny).log() if self.scale == "log" else g
 
     def extra_repr(self) -> str:
@@ -79,23 +97,23 @@ class WeightNorm(nn.Module):
         return f"dim={self.dim}{groups}, scale={self.scale!r}{', masked' * (self.mask is not None)}"
 
 
-class Originals(ParametrizationList):
-    """torch's holder of original0 = g and original1 = v, quicker to read and safe to write."""
+class WeightNormParametrizationList(ParametrizationList):
+    """Hold original0 = g (or s) and original1 = v of one normalized weight."""
 
     original0: Tensor
     original1: Tensor
 
     def forward(self) -> Tensor:
-        held = self._parameters
-        if len(self._modules) == 1 and held:  # torch searches for further maps on every access
-            first: Any = self._modules["0"]
-            w: Tensor = first.forward(held["original0"], held["original1"])
+        parameters = self._parameters
+        if len(self._modules) == 1 and parameters:  # torch loops over further parametrizations
+            weight_norm: Any = self._modules["0"]
+            w: Tensor = weight_norm.forward(parameters["original0"], parameters["original1"])
             return w
         return super().forward()
 
     @torch.no_grad()
     def right_inverse(self, value: Tensor) -> None:
-        """Write a weight through its parts, by copying: torch would alias the caller's memory."""
+        """Set v and g by copying, so that they never share memory with `value`, as torch's do."""
         if value.shape != self.original1.shape:
             raise ValueError(
                 f"got a weight of shape {tuple(value.shape)}, "
@@ -108,33 +126,118 @@ class Originals(ParametrizationList):
             original.copy_(placed_like(value, original))
 
 
-def attach(module: nn.Module, name: str, parametrization: nn.Module) -> Originals:
-    """Turn ``module.<name>`` into ``parametrization(g, v)``."""
+class _CachedWeight(NamedTuple):
+    """A computed weight and the state of v and g it was computed from."""
+
+    weight: Tensor
+    v: Tensor
+    g: Tensor
+    versions: tuple[int, int]
+    with_gradients: bool
+
+    def is_current(self, v: Tensor, g: Tensor) -> bool:
+        """Whether recomputing would return the same, also for autograd."""
+        return (
+            self.v is v
+            and self.g is g
+            and (self.with_gradients or not torch.is_grad_enabled())
+            # A compiled graph must not depend on counters that change with every step.
+            and (torch.compiler.is_compiling() or self.versions == _versions(v, g))
+        )
+
+
+def _versions(v: Tensor, g: Tensor) -> tuple[int, int]:
+    """Numbers of in-place writes so far (inference tensors do not count them)."""
+    return (0 if v.is_inference() else v._version), (0 if g.is_inference() else g._version)
+
+
+_THREAD = threading.local()
+"""``weights``: this thread's cache while ``cached_weights`` is active, else None or absent.
+``running``: the recurrent layers whose forward pass this thread is in."""
+
+
+@contextmanager
+def cached_weights(*, new: bool = False) -> Iterator[None]:
+    """Compute each normalized weight at most once inside the block, in this thread.
+
+    Replaces ``parametrize.cached()``, whose cache all threads share. A weight is computed again
+    when v or g was replaced or written to, and when it was computed without a graph but gradients
+    are enabled now. A nested block shares the cache of the outer one, unless `new` is set.
+    """
+    outer = getattr(_THREAD, "weights", None)
+    _THREAD.weights = {} if new or outer is None else outer
+    try:
+        yield
+    finally:
+        _THREAD.weights = outer
+
+
+def cache_weight(parametrizations: Any, weight: Tensor) -> None:
+    """Store a weight that was computed elsewhere in this thread's cache."""
+    parameters = parametrizations._parameters
+    v, g = parameters["original1"], parameters["original0"]
+    _THREAD.weights[id(parametrizations)] = _CachedWeight(
+        weight, v, g, _versions(v, g), torch.is_grad_enabled()
+    )
+
+
+def is_cached(parametrizations: Any) -> bool:
+    """Whether this thread's cache has the current weight."""
+    entry = _THREAD.weights.get(id(parametrizations))
+    parameters = parametrizations._parameters
+    return entry is not None and entry.is_current(parameters["original1"], parameters["original0"])
+
+
+def _read_cached(parametrizations: Any) -> Tensor:
+    if len(parametrizations) > 1:  # the others may have state of their own
+        w: Tensor = parametrizations.forward()
+        return w
+    if not is_cached(parametrizations):
+        w = parametrizations.forward()
+        if torch.compiler.is_compiling():
+            return w
+        cache_weight(parametrizations, w)
+    entry: _CachedWeight = _THREAD.weights[id(parametrizations)]
+    return entry.weight
+
+
+def register(
+    module: nn.Module, name: str, weight_norm: WeightNorm
+) -> WeightNormParametrizationList:
+    """Parametrize ``module.<name>`` by `weight_norm`; its v and g are new parameters."""
+    return _register(module, name, weight_norm)
+
+
+def register_tied(
+    module: nn.Module, name: str, parametrizations: WeightNormParametrizationList
+) -> None:
+    """Parametrize ``module.<name>`` by the v and g of another module's tensor."""
+    _register(module, name, nn.Identity())
+    parametrizations_of(module)[name] = parametrizations
+
+
+def _register(
+    module: nn.Module, name: str, parametrization: nn.Module
+) -> WeightNormParametrizationList:
     parametrize.register_parametrization(module, name, parametrization, unsafe=True)
-    originals: Originals = parametrizations_of(module)[name]
-    originals.__class__ = Originals
-    _adopt(module, [name])
-    return originals
-
-
-def share(module: nn.Module, name: str, originals: Originals) -> None:
-    """Let ``module.<name>`` be computed from the parts of another, tied tensor."""
-    attach(module, name, nn.Identity())
-    parametrizations_of(module)[name] = originals
+    registered: WeightNormParametrizationList = parametrizations_of(module)[name]
+    registered.__class__ = WeightNormParametrizationList
+    _extend_class(module, [name])
+    return registered
 
 
 def parametrizations_of(module: nn.Module) -> Any:
-    """The module's ParametrizationLists by tensor name; empty if there are none."""
+    """Return the module's ParametrizationLists by tensor name; empty if there are none."""
     return module.parametrizations if parametrize.is_parametrized(module) else {}
 
 
-def detach(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[], None]:
-    """Put plain `weights` where parametrized tensors are. The returned call undoes it exactly."""
+def unparametrize(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[], None]:
+    """Replace parametrized tensors by plain `weights`; the returned function undoes it exactly."""
     cls, parametrizations = type(module), parametrizations_of(module)
     saved, children = dict(parametrizations.items()), dict(module._modules)
     for name in weights:
         del parametrizations[name]
-    # The class itself stays as it is: copies made by torch share it.
+    # The class itself is not changed: copies made by torch share it.
     module.__class__ = _class_without(cls, weights) if parametrizations else cls.__bases__[0]
     if not parametrizations:
         del module._modules["parametrizations"]
@@ -147,22 +250,27 @@ def detach(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[
         for name in list(parametrizations):
             del parametrizations[name]
         parametrizations.update(saved)
-        _reorder(module._modules, children, ["parametrizations"])
-        refresh(module)
+        _restore_entries(module._modules, children, ["parametrizations"])
+        refresh_recurrent(module)
 
     return undo
 
 
 def _class_without(cls: type, names: Iterable[str]) -> type:
-    """The same class, where these names are no properties."""
-    left = {"__dict__", "__weakref__", *names}
-    return type(cls.__name__, cls.__bases__, {k: v for k, v in vars(cls).items() if k not in left})
+    """Copy a class without the properties of these names."""
+    removed = {"__dict__", "__weakref__", *names}
+    kept = {k: v for k, v in vars(cls).items() if k not in removed}
+    return type(cls.__name__, cls.__bases__, kept)
 
 
-def detach_hook(module: nn.Module, name: str, weight: nn.Parameter) -> Callable[[], None]:
-    """The same for torch's older flavour: a forward pre-hook over ``<name>_g`` and ``<name>_v``."""
-    key = next(k for k, hook in _hooks(module).items() if hook.name == name)
-    stale = module.__dict__.pop(name, None)
+def remove_torch_hook(module: nn.Module, name: str, weight: nn.Parameter) -> Callable[[], None]:
+    """Replace a tensor normalized by torch's older weight norm by a plain `weight`.
+
+    That flavour is a forward pre-hook that computes ``<name>`` from ``<name>_g`` and ``<name>_v``.
+    The returned function undoes it exactly.
+    """
+    key = next(k for k, hook in _torch_hooks(module).items() if hook.name == name)
+    computed = module.__dict__.pop(name, None)
     saved, hooks = dict(module._parameters), dict(module._forward_pre_hooks)
     del module._forward_pre_hooks[key]
     for part in (f"{name}_g", f"{name}_v"):
@@ -171,92 +279,126 @@ def detach_hook(module: nn.Module, name: str, weight: nn.Parameter) -> Callable[
 
     def undo() -> None:
         del module._parameters[name]
-        _reorder(module._parameters, saved, [f"{name}_g", f"{name}_v"])
-        _reorder(module._forward_pre_hooks, hooks, [key])
-        if stale is not None:
-            setattr(module, name, stale)
+        _restore_entries(module._parameters, saved, [f"{name}_g", f"{name}_v"])
+        _restore_entries(module._forward_pre_hooks, hooks, [key])
+        if computed is not None:
+            setattr(module, name, computed)
 
     return undo
 
 
-def hook_of(module: nn.Module, name: str) -> Any:
-    """torch's older weight-norm hook on this tensor, if it has one."""
-    return next((hook for hook in _hooks(module).values() if hook.name == name), None)
+def torch_hook(module: nn.Module, name: str) -> Any:
+    """Return the hook of torch's older weight norm on this tensor, or None."""
+    return next((hook for hook in _torch_hooks(module).values() if hook.name == name), None)
 
 
-def hooked_names(module: nn.Module) -> list[str]:
-    """Names of the tensors that torch's older flavour has normalized."""
-    return [hook.name for hook in _hooks(module).values()]
+def torch_hook_names(module: nn.Module) -> list[str]:
+    """Return the names of the tensors that torch's older weight norm has normalized."""
+    return [hook.name for hook in _torch_hooks(module).values()]
 
 
-def _hooks(module: nn.Module) -> dict[int, Any]:
+def _torch_hooks(module: nn.Module) -> dict[int, Any]:
     return {k: h for k, h in module._forward_pre_hooks.items() if isinstance(h, TorchHook)}
 
 
-def refresh(module: nn.Module) -> None:
-    """Tell a recurrent layer that its tensors are others now."""
+class NormalizeWhenMaterialized:
+    """Forward pre-hook that normalizes a weight of a lazy module once it has a shape."""
+
+    def __init__(self, name: str, apply: Callable[[], None]) -> None:
+        self.name, self.apply = name, apply
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        self.remove(module)
+        self.apply()
+
+    def remove(self, module: nn.Module) -> None:
+        """Take the hook off the module."""
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            del hooks[key]
+
+
+def pending_hooks(module: nn.Module) -> dict[str, NormalizeWhenMaterialized]:
+    """Return the hooks of weights to be normalized when a lazy module is materialized."""
+    hooks = module._forward_pre_hooks.values()
+    return {h.name: h for h in hooks if isinstance(h, NormalizeWhenMaterialized)}
+
+
+def refresh_recurrent(module: nn.Module) -> None:
+    """Update the list of weights that a recurrent layer passes to its kernel."""
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()
 
 
-_SEVERAL = ("weight_ih", "weight_hh", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_CELL_AND_ATTENTION_WEIGHTS = (
+    "weight_ih",
+    "weight_hh",
+    "q_proj_weight",
+    "k_proj_weight",
+    "v_proj_weight",
+)
 """Weights of the cells and attention layers that have several, in torch's order."""
 
 
 def _set_parameters(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Register parameters where a plain layer has them: weights before biases."""
-    all_ = {**weights, **module._parameters}
-    first = [n for n in getattr(module, "_flat_weights_names", _SEVERAL) if n in all_]
+    """Register parameters in the order of a plain layer: weights before biases."""
+    parameters = {**weights, **module._parameters}
+    ordered = getattr(module, "_flat_weights_names", _CELL_AND_ATTENTION_WEIGHTS)
+    first = [name for name in ordered if name in parameters]
     module._parameters.clear()
-    module._parameters.update({n: all_[n] for n in [*first, *all_]})
-    refresh(module)
+    module._parameters.update({name: parameters[name] for name in [*first, *parameters]})
+    refresh_recurrent(module)
 
 
-def _reorder(now: dict[Any, Any], before: dict[Any, Any], returning: list[Any]) -> None:
-    """Put the returning entries back where they were among those that are there now."""
-    now.update({key: before[key] for key in returning})
+def _restore_entries(now: dict[Any, Any], before: dict[Any, Any], keys: list[Any]) -> None:
+    """Put the entries `keys` of `before` back into `now`, in their former positions."""
+    now.update({key: before[key] for key in keys})
     ordered = {key: now[key] for key in before if key in now}
     ordered.update(now)
     now.clear()
     now.update(ordered)
 
 
-def _adopt(module: nn.Module, names: Iterable[str]) -> None:
-    """Teach the class that torch made for this one module to read fast, copy, pickle and recur."""
+def _extend_class(module: nn.Module, names: Iterable[str]) -> None:
+    """Add to the class that torch made for this module what the module docstring lists."""
     cls: Any = type(module)
     for name in names:
-        setattr(cls, name, _quick_property(name, getattr(cls, name)))
-    cls._adopted = True
+        setattr(cls, name, _fast_property(name, getattr(cls, name)))
+    cls._has_weight_norm = True
     cls.__reduce_ex__ = _reduce_ex
     cls._load_from_state_dict = _load_from_state_dict
-    for reset in ("reset_parameters", "_reset_parameters"):
-        if hasattr(cls, reset):
-            setattr(cls, reset, _landing(reset))
+    for method in ("reset_parameters", "_reset_parameters"):
+        if hasattr(cls, method):
+            setattr(cls, method, reset_through_parts(method))
     if "__deepcopy__" in cls.__dict__:  # torch's: the copy would share this class
         del cls.__deepcopy__
     if isinstance(module, nn.RNNBase):
         cls.forward = _recurrent_forward
-        cls._init_flat_weights = _forget_flat_weights
-        cls._update_flat_weights = _nothing_to_update
+        cls._flat_weights = property(_flat_weights, _ignore)
+        cls._init_flat_weights = _drop_flat_weights
+        cls._update_flat_weights = _ignore
+        cls.flatten_parameters = _ignore
         module._init_flat_weights()
 
 
 def _plain_class(module: nn.Module) -> Any:
-    """The class from before, also where FSDP2 has put one of its own on top since."""
-    ours = next(cls for cls in type(module).__mro__ if vars(cls).get("_adopted"))
+    """Return the class from before weight norm, also if FSDP2 has derived another since."""
+    ours = next(cls for cls in type(module).__mro__ if vars(cls).get("_has_weight_norm"))
     return ours.__bases__[0]
 
 
-def _quick_property(name: str, slow: property) -> property:
-    """torch's property without its detours: two module calls and a search for more maps."""
+def _fast_property(name: str, torchs: property) -> property:
+    """Return torch's property with fewer calls per read, and with a cache per thread."""
 
     def read(module: nn.Module) -> Any:
         if parametrize._cache_enabled:
-            known = parametrize._cache.get((id(module), name))
-            return slow.fget(module) if known is None else known  # type: ignore[misc]
-        return module._modules["parametrizations"]._modules[name].forward()  # type: ignore
+            return torchs.fget(module)  # type: ignore[misc]
+        parametrizations = module._modules["parametrizations"]._modules[name]  # type: ignore
+        if getattr(_THREAD, "weights", None) is not None:
+            return _read_cached(parametrizations)
+        return parametrizations.forward()  # type: ignore
 
-    return property(read, slow.fset)
+    return property(read, torchs.fset)
 
 
 def _reduce_ex(module: nn.Module, protocol: int) -> tuple[Any, ...]:
@@ -269,34 +411,35 @@ def _reduce_ex(module: nn.Module, protocol: int) -> tuple[Any, ...]:
 def _load_from_state_dict(
     module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Load what is stored, also under torch's older keys ``<name>_g`` and ``<name>_v``."""
-    for name, originals in parametrizations_of(module).items():
+    """Load v and g, also from the keys ``<name>_g`` and ``<name>_v`` of torch's older flavour."""
+    for name, parametrizations in parametrizations_of(module).items():
         older = f"{prefix}{name}_g", f"{prefix}{name}_v"
-        newer = [f"{prefix}parametrizations.{name}.{key}" for key in originals.state_dict()]
-        # A log-scale has a third key, and no older ones: g must not be loaded as s.
+        newer = [f"{prefix}parametrizations.{name}.{key}" for key in parametrizations.state_dict()]
+        # A log-scale has a third key and no older equivalent: g must not be loaded as s.
         if len(newer) == 2 and state.keys() >= set(older):
             state.update(zip(newer, [state.pop(key) for key in older], strict=True))
     _plain_class(module)._load_from_state_dict(module, state, prefix, *rest)
 
 
-def _landing(reset: str) -> Callable[[nn.Module], None]:
-    """The layer's own initialization, of the tensor itself; v and g may be anything before."""
+def reset_through_parts(method: str) -> Callable[[nn.Module], None]:
+    """Return the layer's own ``reset_parameters``, with its result written to v and g."""
 
-    def land(module: nn.Module) -> None:
-        with torch.no_grad(), parametrize.cached():  # what is filled is what is read after it
-            getattr(_plain_class(module), reset)(module)
-            for name, originals in parametrizations_of(module).items():
-                if isinstance(originals, Originals):
-                    # Recurrent layers fill every parameter, v among them.
+    def reset(module: nn.Module) -> None:
+        # Cached, so that the tensor that is initialized is the tensor that is read afterwards.
+        with torch.no_grad(), cached_weights(new=True):
+            getattr(_plain_class(module), method)(module)
+            for name, parametrizations in parametrizations_of(module).items():
+                if isinstance(parametrizations, WeightNormParametrizationList):
+                    # Recurrent layers initialize every parameter, v among them.
                     fills_v = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
-                    filled = originals.original1 if fills_v else getattr(module, name)
-                    originals.right_inverse(filled)
+                    filled = parametrizations.original1 if fills_v else getattr(module, name)
+                    parametrizations.right_inverse(filled)
 
-    return land
+    return reset
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    """An empty module of the parametrized class; the state that follows fills it."""
+    """Return an empty module of the parametrized class, to be filled by unpickling."""
     module = base.__new__(base)
     nn.Module.__init__(module)
     for name in names:
@@ -304,26 +447,45 @@ def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
         parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
     if isinstance(module, nn.RNNBase):
         module._flat_weights_names = []
-    _adopt(module, names)
+    _extend_class(module, names)
     return module
 
 
 def _recurrent_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the kernel on weights computed once, now; a list kept from before would be stale.
+    """Run the layer with weights computed once, from the current v and g.
 
-    (torch's RNN reads ``_flat_weights``; left alone it would train a frozen copy, pytorch#65688.)
+    torch's RNN passes the list ``_flat_weights`` to its kernel. Left alone, that list would hold
+    copies of the weights that never change (pytorch#65688).
     """
-    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+    running = _THREAD.__dict__.setdefault("running", [])
+    running.append(module)
     try:
-        return _plain_class(module).forward(module, *args, **kwargs)
+        with cached_weights():
+            return _plain_class(module).forward(module, *args, **kwargs)
     finally:
-        module._init_flat_weights()
+        running.pop()
 
 
-def _forget_flat_weights(module: Any) -> None:
-    module._flat_weights = [None] * len(module._flat_weights_names)
-    module._flat_weight_refs = list(module._flat_weights)
+def _flat_weights(module: Any) -> list[Any]:
+    """Return the current weights during a forward pass of this thread, and None otherwise.
+
+    (torch's layer also writes to this list whenever a parameter is set, as FSDP2 does.)
+    """
+    if any(module is other for other in getattr(_THREAD, "running", ())):
+        return [getattr(module, name) for name in module._flat_weights_names]
+    return [None] * len(module._flat_weights_names)
 
 
-def _nothing_to_update(module: Any) -> None:
-    """The weights of the call are already in place."""
+def _drop_flat_weights(module: Any) -> None:
+    """Keep no list of weights: ``_flat_weights`` is computed when it is read."""
+    module.__dict__.pop("_flat_weights", None)
+    # If torch takes the parametrization off, the plain class rebuilds the list on seeing dead refs.
+    module._flat_weight_refs = [_dead_reference] * len(module._flat_weights_names)
+
+
+def _dead_reference() -> None:
+    """Return None, as a weakref does once its object is gone."""
+
+
+def _ignore(module: Any, *args: object) -> None:
+    """Do nothing: there is no list of weights to update."""

@@ -1,66 +1,86 @@
-"""Weight normalization on a layer or a model: apply it, and initialize what is normalized.
+"""Apply weight normalization to a layer or a model, and initialize normalized weights.
 
-Salimans & Kingma (2016), section 2: each weight vector w is expressed as w = g·v/‖v‖, and training
-moves v and g. Applying it changes nothing the layer computes: v = w and g = ‖w‖.
+Salimans & Kingma (2016), section 2: each weight vector is expressed as w = g·v/‖v‖, and training
+updates v and g. Applying it does not change the output of the layer: v = w and g = ‖w‖.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from weightnorm import functional, layers, parametrization
+from weightnorm import functional, kernels, layers, parametrization
 from weightnorm.dtensor import is_sharded, refuse_partitioned
+from weightnorm.folding import refuse_folded
 from weightnorm.functional import EPS
 from weightnorm.inspection import is_weight_normed, normalized_weight
-from weightnorm.parametrization import SCALES, Scale, WeightNorm
+from weightnorm.parametrization import (
+    SCALES,
+    NormalizeWhenMaterialized,
+    Scale,
+    WeightNorm,
+    WeightNormParametrizationList,
+    pending_hooks,
+)
 
 M = TypeVar("M", bound=nn.Module)
 Dim = int | None | Literal["auto"]
 
 
 def weight_norm(
-    layer: M,
+    module: M,
     name: str | None = None,
     dim: Dim = "auto",
     *,
+    g: float | Tensor | None = None,
     scale: Scale = "linear",
     mask: Tensor | None = None,
     eps: float = EPS,
     train_g: bool = True,
 ) -> M:
-    """Reparameterize a layer's weights as w = g·v/‖v‖ (eq. 2); the layer computes what it did.
+    """Reparameterize a layer's weights as w = g·v/‖v‖ (eq. 2). The layer's output stays the same.
 
     Args:
-        layer: any module. It is changed in place and returned.
+        module: any module. It is changed in place and returned. To normalize all layers of a model
+            use ``weight_norm_model``.
         name: the parameter to normalize. By default the layer's ``weight``, or every weight matrix
             of a recurrent or attention layer.
         dim: the axis that is kept, with one g for each index along it. ``"auto"``: the output
             units, which lie along axis 1 for transposed convolutions and along axis 0 elsewhere.
             ``None``: one g for the whole tensor. Negative axes count from the end.
+        g: the initial length. ``None``: ‖w‖, which keeps the initial weight. A number sets every g;
+            a tensor must broadcast to the shape of g. Must be positive with ``scale="log"``.
         scale: train g itself (``"linear"``) or s with g = eˢ (``"log"``).
         mask: multiplied into v before the norm is taken, as autoregressive layers need.
-        eps: rows with ‖v‖ ≤ eps count as zero: w = 0, no gradient.
+        eps: rows with ‖v‖ ≤ eps are treated as zero: w = 0, no gradient.
         train_g: ``False`` freezes g; only the direction is trained.
 
-    A lazy layer is normalized when its first input gives it a shape. Build the optimizer after
-    this call: it has new parameters to train. To initialize a normalized weight use ``init_``,
-    since ``nn.init.*_(layer.weight)`` would fill a temporary tensor.
+    In float16 and bfloat16 the output stays the same up to rounding, since g = ‖w‖ is rounded to
+    the weight's dtype; for ``dim=None`` all weights share that one rounding error.
+
+    A lazy module is normalized when its first input gives it a shape. Create the optimizer after
+    this call, since the module has new parameters. To initialize a normalized weight use ``init_``:
+    ``nn.init.*_(layer.weight)`` would fill a temporary tensor. If another module shares the weight,
+    use ``weight_norm_model``, which keeps weights tied.
 
     >>> from weightnorm import parts
     >>> layer = weight_norm(nn.Linear(20, 40))
     >>> parts(layer).v.shape, parts(layer).g.shape
     (torch.Size([40, 20]), torch.Size([40, 1]))
     """
-    names = (name,) if name is not None else layers.weight_names(layer) or ("weight",)
-    _apply([_plan(layer, n, dim, scale, mask, eps, train_g) for n in names])
-    return layer
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name={name!r} must be the name of one parameter, or None; got no string")
+    names = (name,) if name is not None else layers.weight_names(module) or ("weight",)
+    options = _Options(dim, g, scale, mask, eps, train_g)
+    _apply([_plan(module, n, options) for n in names])
+    return module
 
 
 def weight_norm_model(
@@ -68,98 +88,209 @@ def weight_norm_model(
     *,
     where: Callable[[str, nn.Module], bool] | None = None,
     dim: Dim = "auto",
+    g: float | Tensor | None = None,
     scale: Scale = "linear",
     eps: float = EPS,
     train_g: bool = True,
 ) -> list[str]:
-    """Apply ``weight_norm`` throughout a model; returns the names of the weights it normalized.
+    """Apply ``weight_norm`` to the layers of a model; return the names of the normalized weights.
 
-    By default every linear, bilinear, convolutional, recurrent and attention layer that is not
-    normalized yet. ``where(name, module)`` narrows the choice, or widens it to embeddings. Tied
-    weights stay tied. Finding nothing to normalize is an error.
+    By default all linear, bilinear, convolutional, recurrent and attention layers are normalized,
+    except those that are already. ``unnormalized_weights(model)`` lists the weights left out.
+
+    Args:
+        model: a model or a layer. It is changed in place, completely or (on an error) not at all.
+        where: ``where(name, module)`` returns whether to normalize the weights of a module. It can
+            also select embeddings and, if `dim` is given, any module with a parameter ``weight`` of
+            two or more dimensions.
+        dim, g, scale, eps, train_g: as in ``weight_norm``.
+
+    A weight that several modules share stays shared. Without `where` it is normalized in all of
+    them if it is in one, so an embedding tied to a normalized output layer is normalized too; with
+    `where`, selecting some of them and not the others is an error. Finding nothing to normalize is
+    an error.
 
     >>> weight_norm_model(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
     ['0.weight', '2.weight']
     """
-    plans, names, already = [], [], 0
-    for path, module, name in layers.chosen_weights(model, where):
-        if is_weight_normed(module, name):
+    if where is not None and not callable(where):
+        raise TypeError(f"where must be a function of name and module; got {where!r}")
+    options = _Options(dim, g, scale, None, eps, train_g)
+    plans, already = {}, 0
+    for path, module, name in _selected(model, where, dim):
+        if is_weight_normed(module, name) or name in pending_hooks(module):
             already += 1
         else:
-            plans.append(_plan(module, name, dim, scale, None, eps, train_g))
-            names.append(path)
+            plans[path] = _plan(module, name, options)
     if not plans:
-        found = sum(bool(layers.weight_names(m)) for m in model.modules())
-        reason = (
-            f"all {already} weights are normalized already"
-            if already
-            else f"`where` selected none of its {found} layers"
-            if found
-            else "it has no layer torch knows; name the tensor with weight_norm(module, name, dim)"
-        )
-        raise ValueError(f"nothing to normalize in {type(model).__name__}: {reason}")
-    _apply(plans)
-    return names
+        raise ValueError(_nothing_to_normalize(model, already))
+    plans = _with_tied(model, plans, options, extend=where is None)
+    _apply([*plans.values()])
+    return [*plans]
+
+
+def _selected(
+    model: nn.Module, where: Callable[[str, nn.Module], bool] | None, dim: Dim
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (path, module, name) of every weight to normalize, normalized already or not."""
+    for path, module in model.named_modules():
+        names = layers.weight_names(module)
+        if where is None:
+            selected = not isinstance(module, layers.EMBEDDING)
+        else:
+            selected = bool(where(path, module))
+            if selected and not names and _has_other_weight(module):
+                names = ("weight",)
+                if dim == "auto" and not is_weight_normed(module):
+                    raise ValueError(
+                        f"`where` selected {path or 'the model itself'}, but the output axis of "
+                        f"{type(module).__name__}.weight is unknown; pass dim, or do not select it"
+                    )
+        for name in names if selected else ():
+            yield f"{path}.{name}".lstrip("."), module, name
+
+
+def _has_other_weight(module: nn.Module) -> bool:
+    """Whether a module of a type unknown to ``layers`` has a weight matrix named ``weight``."""
+    if is_weight_normed(module, "weight"):
+        return True
+    weight = module._parameters.get("weight")
+    elementwise = (nn.LayerNorm, nn.RMSNorm)  # one number per feature, in any number of dimensions
+    return (
+        weight is not None
+        and not isinstance(module, elementwise)
+        and not isinstance(weight, UninitializedParameter)
+        and weight.ndim > 1
+    )
+
+
+def _with_tied(
+    model: nn.Module, plans: dict[str, _Plan], options: _Options, *, extend: bool
+) -> dict[str, _Plan]:
+    """Add plans for the other modules that share a selected weight, or raise if not `extend`."""
+    selected = {id(plan.weight): path for path, plan in plans.items()}
+    complete = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            path = f"{prefix}.{name}".lstrip(".")
+            if path in plans:
+                complete[path] = plans[path]
+            elif id(parameter) in selected:
+                first = selected[id(parameter)]
+                if not extend:
+                    raise ValueError(
+                        f"`where` selected {first} but not {path}, which is the same parameter; "
+                        "select both or neither, or give one of them its own copy"
+                    )
+                complete[path] = _plan(module, name, options)
+    return complete
+
+
+def _nothing_to_normalize(model: nn.Module, already: int) -> str:
+    known = sum(bool(layers.weight_names(module)) for module in model.modules())
+    others = [
+        f"{path or 'the model'} ({type(module).__name__})"
+        for path, module in model.named_modules()
+        if not layers.weight_names(module) and _has_other_weight(module)
+    ]
+    if already:
+        reason = f"all {already} weights are normalized already"
+    elif known:
+        reason = f"`where` selected none of its {known} layers"
+    else:
+        reason = "it has no linear, convolutional, recurrent or attention layer"
+    if others:
+        shown = ", ".join(others[:3]) + (" …" if len(others) > 3 else "")
+        reason += f"; {shown} can be normalized by weight_norm(module, name, dim)"
+    elif not known:
+        reason += "; normalize other parameters by weight_norm(module, name, dim)"
+    return f"nothing to normalize in {type(model).__name__}: {reason}"
 
 
 @torch.no_grad()
-def init_(layer: M, fn: Callable[[Tensor], object], name: str = "weight") -> M:
-    """Initialize a weight in place with `fn`, normalized or not: the weight itself, not a copy.
+def init_(module: M, fn: Callable[[Tensor], object], name: str = "weight") -> M:
+    """Initialize a weight in place with `fn`, whether it is normalized or not.
+
+    For a normalized weight v and g are set so that w has the value that `fn` fills in.
 
     >>> layer = init_(weight_norm(nn.Linear(2, 3)), nn.init.ones_)
     >>> bool((layer.weight == 1).all())
     True
     """
-    if is_weight_normed(layer, name):
-        site = normalized_weight(layer, name)
-        weight = torch.empty_like(site.stored.v)
+    refuse_folded(module, f"initialize {name!r}")
+    if is_weight_normed(module, name):
+        normalized = normalized_weight(module, name)
+        weight = torch.empty_like(normalized.stored.v)
         fn(weight)
-        site.write(weight)
+        normalized.write(weight)
     else:
-        fn(_parameter(layer, name))
-    return layer
+        fn(_parameter(module, name))
+    return module
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options of ``weight_norm``."""
+
+    dim: Dim
+    g: float | Tensor | None
+    scale: Scale
+    mask: Tensor | None
+    eps: float
+    train_g: bool
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """One tensor to normalize, checked: carrying it out cannot fail on bad input."""
+    """A weight to normalize, with arguments that were checked."""
 
-    layer: nn.Module
+    module: nn.Module
     name: str
-    dim: Dim
-    train_g: bool
-    options: dict[str, Any]
+    weight: nn.Parameter
+    options: _Options
 
     @property
     def axis(self) -> tuple[int | None, int]:
-        """The axis that is kept, and the groups axis 0 splits into."""
-        if self.dim == "auto":
-            return layers.unit_axis(self.layer, self.name)
-        return functional.resolve_dim(self.dim, _parameter(self.layer, self.name).ndim), 1
+        """The axis that is kept, and the number of groups axis 0 is split into."""
+        if self.options.dim == "auto":
+            return layers.unit_axis(self.module, self.name)
+        return functional.resolve_dim(self.options.dim, self.weight.ndim), 1
 
-    def carry_out(self) -> parametrization.Originals:
-        weight = _parameter(self.layer, self.name)
-        dim, groups = self.axis
-        map_ = WeightNorm(dim, groups=groups, **self.options)
-        originals = parametrization.attach(self.layer, self.name, map_)
-        originals.original0.requires_grad_(self.train_g and weight.requires_grad)
-        return originals
+    def execute(self) -> WeightNormParametrizationList:
+        """Parametrize the weight."""
+        (dim, groups), options = self.axis, self.options
+        g = _initial_g(options.g, kernels.unit_shape(self.weight.shape, dim, groups))
+        mask = None if options.mask is None else options.mask.to(self.weight)
+        weight_norm = WeightNorm(
+            dim, groups=groups, scale=options.scale, mask=mask, eps=options.eps
+        ).to(self.weight.device)
+        registered = parametrization.register(self.module, self.name, weight_norm)
+        if g is not None:
+            with torch.no_grad():
+                registered.original0.copy_(weight_norm.stored(g.to(registered.original0)))
+        registered.original0.requires_grad_(options.train_g and self.weight.requires_grad)
+        return registered
 
 
-def _plan(
-    layer: nn.Module,
-    name: str,
-    dim: Dim,
-    scale: Scale,
-    mask: Tensor | None,
-    eps: float,
-    train_g: bool,
-) -> _Plan:
-    if scale not in SCALES:
-        near = get_close_matches(str(scale), SCALES, 1) or SCALES
-        raise ValueError(f"scale={scale!r} is unknown; expected one of {SCALES}: {near[0]!r}?")
-    weight, where = _parameter(layer, name), f"{type(layer).__name__}.{name}"
-    if (reason := layers.refusal(layer, name)) is not None:
+def _initial_g(g: float | Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the initial g in its shape, or raise if it does not broadcast to it."""
+    if g is None:
+        return None
+    value = torch.as_tensor(g)
+    try:
+        return value.detach().broadcast_to(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"g has shape {tuple(value.shape)}, which does not broadcast to {shape}"
+        ) from None
+
+
+def _plan(module: nn.Module, name: str, options: _Options) -> _Plan:
+    """Check that a tensor can be normalized with these options."""
+    _check_options(options)
+    refuse_folded(module, "apply weight norm to a weight")
+    weight, where = _parameter(module, name), f"{type(module).__name__}.{name}"
+    if (reason := layers.refusal(module, name)) is not None:
         raise ValueError(f"{where} cannot be weight-normalized: {reason}")
     if not weight.is_floating_point():
         raise TypeError(
@@ -174,81 +305,91 @@ def _plan(
         )
     if weight.layout is not torch.strided:
         raise TypeError(f"{where} has layout {weight.layout}; weight norm needs a dense weight")
-    if isinstance(dim, str) and dim != "auto":
-        raise ValueError(f'dim={dim!r} is unknown; expected "auto", an integer or None')
+    for argument in ("mask", "g"):
+        if weight.is_meta and getattr(options, argument) is not None:
+            raise ValueError(
+                f"{where} is on the meta device, where {argument} would lose its values; give the "
+                "layer memory with to_empty first"
+            )
+    plan = _Plan(module, name, weight, options)
     if not isinstance(weight, UninitializedParameter):
-        if dim == "auto" and weight.ndim < 2:
+        if options.dim == "auto" and weight.ndim < 2:
             raise ValueError(
                 f"{where} has {weight.ndim} dimension{'s' * (weight.ndim != 1)}, so it holds no "
                 "vector per unit to normalize; pass dim=None for one g for the whole tensor"
             )
-        if dim != "auto":
-            functional.resolve_dim(dim, weight.ndim)
-        if mask is not None:
-            functional.check_mask(mask, weight.shape)
-    if mask is not None:
-        if weight.is_meta:
-            raise ValueError(
-                f"{where} is on the meta device, where a mask would lose its values; give the "
-                "layer memory with to_empty first"
-            )
-        mask = mask.to(weight.device, weight.dtype)
-    return _Plan(layer, name, dim, train_g, {"scale": scale, "mask": mask, "eps": eps})
+        _initial_g(options.g, kernels.unit_shape(weight.shape, *plan.axis))
+        if options.mask is not None:
+            functional.check_mask(options.mask, weight.shape)
+    return plan
 
 
-def _parameter(layer: nn.Module, name: str) -> nn.Parameter:
-    """A plain parameter of the layer, or an error that says why there is none."""
-    where = f"{type(layer).__name__}.{name}"
-    if is_weight_normed(layer, name):
-        raise ValueError(f"{where} is weight-normalized already; remove_weight_norm takes it off")
-    if name in parametrization.parametrizations_of(layer):
-        raise ValueError(f"{where} has another parametrization; apply weight norm before it")
-    parameter = layer._parameters.get(name)
+def _check_options(options: _Options) -> None:
+    """Check the options that do not depend on the weight."""
+    if options.scale not in SCALES:
+        near = get_close_matches(str(options.scale), SCALES, 1) or SCALES
+        raise ValueError(
+            f"scale={options.scale!r} is unknown; expected one of {SCALES}: {near[0]!r}?"
+        )
+    if isinstance(options.dim, str) and options.dim != "auto":
+        raise ValueError(f'dim={options.dim!r} is unknown; expected "auto", an integer or None')
+    if options.g is not None:
+        g = torch.as_tensor(options.g)
+        if not g.isfinite().all():
+            raise ValueError(f"g={options.g} must be finite")
+        if options.scale == "log" and not (g > 0).all():
+            raise ValueError(f'g={options.g} must be positive with scale="log", where g = eˢ')
+
+
+def _parameter(module: nn.Module, name: str) -> nn.Parameter:
+    """Return a plain parameter of the module, or raise an error with the reason."""
+    kind = type(module).__name__
+    if is_weight_normed(module, name) or name in pending_hooks(module):
+        raise ValueError(
+            f"{kind}.{name} is weight-normalized already; use remove_weight_norm to remove it"
+        )
+    if name in parametrization.parametrizations_of(module):
+        raise ValueError(f"{kind}.{name} has another parametrization; apply weight norm before it")
+    parameter = module._parameters.get(name)
     if parameter is None:
-        reason = layers.refusal(layer, name)
-        own = [n for n, p in layer._parameters.items() if p is not None]
-        near = get_close_matches(name, own, 1)
-        hint = reason or (f"did you mean {near[0]!r}?" if near else f"it has {own or 'none'}")
-        raise ValueError(f"{type(layer).__name__} has no parameter {name!r}: {hint}")
+        own = [n for n, p in module._parameters.items() if p is not None]
+        if (reason := layers.refusal(module, name)) is not None:
+            hint = reason
+        elif not own and any(layers.weight_names(child) for child in module.modules()):
+            hint = "use weight_norm_model to normalize the layers inside it"
+        elif near := get_close_matches(name, own, 1):
+            hint = f"did you mean {near[0]!r}?"
+        else:
+            hint = f"its parameters are {', '.join(own)}" if own else "it has no parameters"
+        raise ValueError(f"{kind} has no parameter {name!r}: {hint}")
     return parameter
 
 
 def _apply(plans: list[_Plan]) -> None:
-    """Carry out all plans or none."""
-    tied: dict[int, tuple[parametrization.Originals, _Plan]] = {}
-    done: list[tuple[_Plan, nn.Parameter]] = []
+    """Execute all plans or none."""
+    tied: dict[int, tuple[WeightNormParametrizationList, _Plan]] = {}
+    undo: list[Callable[[], object]] = []
     try:
         for plan in plans:
-            weight = _parameter(plan.layer, plan.name)
+            module, name, weight = plan.module, plan.name, plan.weight
             if isinstance(weight, UninitializedParameter):
-                plan.layer.register_forward_pre_hook(_WhenMaterialized(plan))
-            elif id(weight) in tied:
-                originals, first = tied[id(weight)]
+                hook = NormalizeWhenMaterialized(name, partial(_apply, [plan]))
+                module.register_forward_pre_hook(hook)
+                undo.append(partial(hook.remove, module))
+                continue
+            if id(weight) in tied:
+                registered, first = tied[id(weight)]
                 if plan.axis != first.axis:
                     raise ValueError(
-                        f"one weight is tied between {type(first.layer).__name__} and "
-                        f"{type(plan.layer).__name__}, whose units lie along different axes; "
-                        "leave one of them out with `where`"
+                        f"{type(first.module).__name__} and {type(module).__name__} share one "
+                        "weight, but their units lie along different axes; pass dim to keep the "
+                        "same axis for both, or leave out both with `where`"
                     )
-                parametrization.share(plan.layer, plan.name, originals)
+                parametrization.register_tied(module, name, registered)
             else:
-                tied[id(weight)] = plan.carry_out(), plan
-            done.append((plan, weight))
+                tied[id(weight)] = plan.execute(), plan
+            undo.append(partial(parametrization.unparametrize, module, {name: weight}))
     except BaseException:
-        for plan, weight in reversed(done):
-            if is_weight_normed(plan.layer, plan.name):
-                parametrization.detach(plan.layer, {plan.name: weight})
+        for step in reversed(undo):
+            step()
         raise
-
-
-class _WhenMaterialized:
-    """Forward pre-hook that normalizes a lazy layer's weight once it has a shape."""
-
-    def __init__(self, plan: _Plan) -> None:
-        self.plan = plan
-
-    def __call__(self, layer: nn.Module, inputs: object) -> None:
-        for key, hook in list(layer._forward_pre_hooks.items()):
-            if hook is self:
-                del layer._forward_pre_hooks[key]
-        _apply([self.plan])

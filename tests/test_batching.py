@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from threads import in_threads
 from weightnorm import batched_weights, remove_weight_norm, weight_norm, weight_norm_model
 from weightnorm.batching import MAX_ELEMENTS
 from zoo import every_layer
@@ -210,3 +211,106 @@ def test_compiled_model():
         with weights:
             torch.testing.assert_close(compiled(x), expected)
         torch.testing.assert_close(compiled(x), expected)
+
+
+def test_gradients_do_not_cross_threads():
+    net = model()
+    x = [torch.randn(2, 4, 7, dtype=torch.float64) for _ in range(4)]
+    weights = batched_weights(net)
+
+    def gradients_of(output):
+        return torch.autograd.grad(output.square().sum(), [*net.parameters()])
+
+    expected = [gradients_of(net(each)) for each in x]
+
+    def repeat(i):
+        results = []
+        for _ in range(10):
+            with weights if i % 2 else unbatched():
+                output = net(x[i])
+            results.append(gradients_of(output))
+        return results
+
+    for results, value in zip(in_threads(4, repeat), expected, strict=True):
+        for result in results:
+            torch.testing.assert_close(result, value, rtol=1e-9, atol=1e-12)
+
+
+def test_block_affects_only_its_thread():
+    net = model()
+    with batched_weights(net):
+        assert net[0].weight is net[0].weight
+        (first, second) = in_threads(2, lambda i: net[0].weight)
+        assert first is not second
+        assert first is not net[0].weight
+
+
+CHANGES = {
+    "removed and normalized again": lambda net: (remove_weight_norm(net), weight_norm_model(net)),
+    "one layer removed and normalized again": lambda net: (
+        remove_weight_norm(net[0]),
+        weight_norm(net[0], scale="log"),
+    ),
+    "one layer removed": lambda net: remove_weight_norm(net[4]),
+    "second parametrization": lambda net: parametrize.register_parametrization(
+        net[0], "weight", nn.Tanh(), unsafe=True
+    ),
+    "frozen": lambda net: net[3].requires_grad_(False),
+    "v and g replaced": lambda net: net.load_state_dict(
+        copy.deepcopy(net.state_dict()), assign=True
+    ),
+    "to another dtype and back": lambda net: net[0].float().double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_model_that_changed_between_blocks(change):
+    net, x = model(), torch.randn(2, 4, 7, dtype=torch.float64)
+    weights = batched_weights(net)
+    with weights:
+        net(x)
+    change(net)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(1.1)
+    expected = gradients(net, x, unbatched())
+    torch.testing.assert_close(gradients(net, x, weights), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_layers_of_another_dtype_keep_it():
+    net = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)])
+    weight_norm_model(net)
+    weights = batched_weights(net)
+    net[1].bfloat16()
+    with weights:
+        assert [layer.weight.dtype for layer in net] == [
+            torch.float32,
+            torch.bfloat16,
+            torch.float32,
+        ]
+
+
+def test_weights_entered_without_gradients_receive_them_later():
+    net, x = model(), torch.randn(2, 4, 7, dtype=torch.float64)
+    expected = gradients(net, x, unbatched())
+    net.zero_grad()
+    with torch.no_grad():
+        weights = batched_weights(net)
+        with weights, torch.enable_grad():
+            net(x).square().sum().backward()
+    torch.testing.assert_close([p.grad for p in net.parameters()], expected[1])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_model_is_not_recompiled_every_step():
+    net, x, graphs = model(), torch.randn(2, 4, 7, dtype=torch.float64), []
+    weights = batched_weights(net)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+    for _ in range(4):
+        with weights:
+            loss = compiled(x).square().sum()
+        loss.backward()
+        optimizer.step()
+    assert len(graphs) <= 2

@@ -1,6 +1,7 @@
 """torch.compile in one graph, torch.export, and the function transforms: same numbers as eager."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from weightnorm import (
     parts,
     weight_norm,
 )
+from weightnorm.layers import weight_names
 from zoo import LAYERS, every_layer, trained_network
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -239,3 +241,31 @@ def test_fused_form_is_only_used_on_the_cpu(monkeypatch):
 def test_synchronization_is_detected():
     with NoWordWithTheHost(), pytest.raises(AssertionError, match="waits for the device"):
         kernels.native(torch.ones(2, 2), torch.ones(2, 1))
+
+
+def traced(layer, inputs):
+    """Trace with torch.jit; it checks that a second trace, without gradients, is the same."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = torch.jit.trace(layer, inputs)
+    assert not [warning for warning in caught if "weightnorm" in warning.filename]
+    return module
+
+
+@every_layer
+def test_jit_trace(case):
+    layer, inputs = weight_norm(case.make()).eval(), case.inputs()
+    assert_close = torch.testing.assert_close
+    module = traced(layer, inputs)
+    assert_close(first(module(*inputs)), case.run(layer, inputs))
+    with torch.no_grad():
+        for name in weight_names(layer):
+            parts(layer, name).g.mul_(2)
+    assert_close(first(module(*inputs)), case.run(layer, inputs))  # it computes w from v and g
+
+
+@pytest.mark.parametrize("make", VARIANTS.values(), ids=VARIANTS.keys())
+def test_jit_trace_of_every_option(make):
+    layer = make().eval()
+    x = torch.randn(6, 3, dtype=next(layer.parameters()).dtype)
+    torch.testing.assert_close(traced(layer, (x,))(x), layer(x))

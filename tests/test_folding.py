@@ -7,7 +7,17 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from weightnorm import folded, is_weight_normed, parts, remove_weight_norm, weight_norm
+from threads import in_threads
+from weightnorm import (
+    folded,
+    init_,
+    is_weight_normed,
+    parts,
+    remove_weight_norm,
+    weight_norm,
+    weight_norm_model,
+)
+from weightnorm.inspection import NormalizedWeight
 from weightnorm.layers import weight_names
 from zoo import every_layer
 
@@ -196,3 +206,141 @@ def test_other_parametrized_tensors_are_kept():
     remove_weight_norm(layer)
     assert parametrize.is_parametrized(layer, "bias")
     torch.testing.assert_close(layer(x), before)
+
+
+class Last(nn.Module):
+    """Pass on the first output of a recurrent layer."""
+
+    def forward(self, outputs):
+        return outputs[0]
+
+
+def parameters(model):
+    return {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+
+
+def same(before, after):
+    return before.keys() == after.keys() and all(
+        before[name][0] == after[name][0] and torch.equal(before[name][1], after[name][1])
+        for name in before
+    )
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 4), Last(), nn.Linear(4, 4))
+    weight_norm_model(model, where=lambda name, module: name != "3")
+    hooked(model[3])
+    return model
+
+
+def test_threads_that_each_enter_folded(model):
+    x, before = torch.randn(5, 4), parameters(model)
+    expected = model(x)
+
+    def serve(i):
+        target = model if i % 2 else model[:2] if i % 4 else model[0]
+        for _ in range(25):
+            with folded(target):
+                assert not is_weight_normed(model[0])
+                if target is model:
+                    torch.testing.assert_close(model(x), expected)
+
+    for _ in range(5):
+        in_threads(6, serve)
+        assert same(before, parameters(model))
+        assert torch.equal(model(x), expected)
+
+
+def test_many_threads_inside_one_folded_block(model):
+    x, before = [torch.randn(5, 4) for _ in range(8)], parameters(model)
+    expected = [model(each) for each in x]
+    with folded(model):
+        results = in_threads(8, lambda i: [model(x[i]) for _ in range(30)])
+    for outputs, value in zip(results, expected, strict=True):
+        for output in outputs:
+            torch.testing.assert_close(output, value)
+    assert same(before, parameters(model))
+
+
+def test_overlapping_blocks_left_in_any_order(model):
+    before = parameters(model)
+    first, second, third = folded(model), folded(model[1]), folded(model)
+    for block in (first, second, third):
+        block.__enter__()
+    for block in (first, third, second):
+        assert not is_weight_normed(model[1])
+        block.__exit__(None, None, None)
+    assert same(before, parameters(model))
+
+
+def test_failure_while_folding_changes_nothing(model, monkeypatch):
+    before = parameters(model)
+    compute, calls = NormalizedWeight.weight, []
+
+    def failing(weight):
+        calls.append(weight)
+        if len(calls) == 3:
+            raise MemoryError
+        return compute(weight)
+
+    monkeypatch.setattr(NormalizedWeight, "weight", failing)
+    for change in (lambda: folded(model).__enter__(), lambda: remove_weight_norm(model)):
+        calls.clear()
+        with pytest.raises(MemoryError):
+            change()
+        assert same(before, parameters(model))
+
+
+REFUSED = {
+    "remove": remove_weight_norm,
+    "remove from a layer": lambda model: remove_weight_norm(model[0]),
+    "apply": weight_norm_model,
+    "apply to a layer": lambda model: weight_norm(model[0]),
+    "initialize": lambda model: init_(model[0], nn.init.ones_),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED.keys())
+def test_changes_that_the_end_of_the_block_would_undo_are_refused(model, change):
+    before = parameters(model)
+    with folded(model):
+        inside = parameters(model)
+        with pytest.raises(RuntimeError, match=r"inside `with folded\(...\)`.*leave the block"):
+            change(model)
+        assert same(inside, parameters(model))
+        remove_weight_norm(copy.deepcopy(model))  # a copy is a plain model
+    assert same(before, parameters(model))
+
+
+def brought_along():
+    """A model with its own weight norm, of both of torch's flavours, and ours beside it."""
+    model = nn.ModuleList([torchs(nn.Linear(2, 2)), hooked(nn.Linear(2, 2)), nn.Linear(2, 2)])
+    own = list(model.state_dict())
+    assert weight_norm_model(model) == ["2.weight"]
+    return model, own
+
+
+def test_weight_norm_that_the_model_brought_along_is_kept():
+    model, own = brought_along()
+    before = parameters(model)
+    with folded(model, include_torch=False):
+        assert list(model.state_dict()) == own
+        with folded(model):
+            assert not any(map(is_weight_normed, model))
+        assert not is_weight_normed(model[2])
+    assert same(before, parameters(model))
+    assert remove_weight_norm(model, include_torch=False) == ["2.weight"]
+    assert list(model.state_dict()) == own
+    assert remove_weight_norm(model) == ["0.weight", "1.weight"]
+
+
+def test_removing_from_a_lazy_model_cancels_the_pending_normalization():
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyConv1d(2, 1))
+    weight_norm_model(model)
+    assert remove_weight_norm(model[0], "bias") == []
+    assert remove_weight_norm(model) == ["0.weight", "1.weight"]
+    assert remove_weight_norm(model) == []
+    model[0](torch.randn(2, 4))
+    assert type(model[0]) is nn.Linear

@@ -264,9 +264,7 @@ def test_what_other_shardings_leave_of_a_weight_is_refused():
     optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
     flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
     optimizer.param_groups[0]["params"] = [flat]  # as DeepSpeed's ZeRO does
-    with pytest.raises(
-        RuntimeError, match=r"than at construction .* use weight_norm_model"
-    ):
+    with pytest.raises(RuntimeError, match=r"than at construction .* use weight_norm_model"):
         optimizer.step()
     layer = nn.Linear(4, 2)
     layer.weight = nn.Parameter(layer.weight.detach().flatten()[:3])  # as FSDP1 does

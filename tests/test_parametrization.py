@@ -9,7 +9,16 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from weightnorm import is_weight_normed, parts, remove_weight_norm, weight_norm, weight_norm_model
+from threads import in_threads
+from weightnorm import (
+    is_weight_normed,
+    kernels,
+    parts,
+    remove_weight_norm,
+    weight_norm,
+    weight_norm_model,
+)
+from weightnorm.parametrization import cached_weights
 from zoo import LAYERS, every_layer
 
 
@@ -121,11 +130,7 @@ def test_recurrent_layers_use_current_weights():
 
 
 def test_recurrent_weights_are_computed_once_per_forward(monkeypatch):
-    from weightnorm import kernels
-
-    layer, calls = weight_norm(nn.LSTM(3, 4)), []
-    compose = kernels.compose
-    monkeypatch.setattr(kernels, "compose", lambda **parts: calls.append(parts) or compose(**parts))
+    layer, calls = weight_norm(nn.LSTM(3, 4)), counted(monkeypatch)
     layer(torch.randn(5, 2, 3))
     assert len(calls) == 2  # input-hidden and hidden-hidden
 
@@ -146,3 +151,92 @@ def test_torchs_remove_parametrizations(case):
         parametrize.remove_parametrizations(layer, name)
     assert type(layer) is type(plain)
     torch.testing.assert_close(case.run(layer, inputs), before)
+
+
+@pytest.mark.parametrize("name", ["rnn", "lstm", "gru"])
+def test_recurrent_layers_in_threads(name):
+    case = LAYERS[name]
+    layer = weight_norm(case.make())
+    inputs = [case.inputs() for _ in range(8)]
+    expected = [case.run(layer, x) for x in inputs]
+
+    def repeat(i):
+        return [case.run(layer, inputs[i]) for _ in range(20)]
+
+    for outputs, value in zip(in_threads(8, repeat), expected, strict=True):
+        assert all(torch.equal(out, value) for out in outputs)
+
+
+def test_attributes_set_in_the_forward_of_a_recurrent_subclass_are_kept():
+    class Recording(nn.GRU):
+        def forward(self, x):
+            self.length = len(x)
+            return super().forward(x)
+
+    layer = weight_norm(Recording(3, 4))
+    layer(torch.randn(5, 2, 3))
+    assert layer.length == 5
+
+
+def counted(monkeypatch):
+    """Count the weights that are computed."""
+    calls, compose = [], kernels.compose
+    monkeypatch.setattr(kernels, "compose", lambda **parts: calls.append(1) or compose(**parts))
+    return calls
+
+
+def test_cached_weights_are_computed_once_in_a_thread(monkeypatch):
+    calls, layer = counted(monkeypatch), weight_norm(nn.Linear(3, 2))
+    with cached_weights():
+        assert layer.weight is layer.weight
+        with cached_weights():
+            assert layer.weight is layer.weight
+        assert len(calls) == 1
+        (other,) = in_threads(1, lambda i: layer.weight)
+        assert other is not layer.weight
+    assert layer.weight is not layer.weight
+
+
+CHANGES = {
+    "in place": lambda layer: parts(layer).g.mul_(2),
+    "optimizer step": lambda layer: torch.optim.SGD(layer.parameters(), lr=1.0).step(),
+    "replaced": lambda layer: setattr(
+        layer.parametrizations.weight, "original0", nn.Parameter(torch.ones(2, 1))
+    ),
+    "assigned weight": lambda layer: setattr(layer, "weight", torch.ones(2, 3)),
+    "loaded": lambda layer: layer.load_state_dict(weight_norm(nn.Linear(3, 2)).state_dict()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_cached_weights_are_recomputed_when_v_or_g_changes(change):
+    layer = weight_norm(nn.Linear(3, 2))
+    layer.weight.sum().backward()
+    with cached_weights():
+        before = layer.weight
+        with torch.no_grad():
+            change(layer)
+        after = layer.weight
+    assert not torch.equal(after, before)
+    assert torch.equal(after, layer.weight)
+
+
+def test_weights_cached_without_gradients_are_recomputed_with_them():
+    layer = weight_norm(nn.Linear(3, 2))
+    with cached_weights():
+        with torch.no_grad():
+            assert not layer.weight.requires_grad
+        layer.weight.sum().backward()
+        with torch.no_grad():
+            assert layer.weight.requires_grad  # the cached weight, with its graph
+    assert parts(layer).v.grad is not None
+
+
+def test_functional_call_inside_the_cache():
+    layer, x = weight_norm(nn.Linear(3, 2)), torch.randn(4, 3)
+    other = weight_norm(nn.Linear(3, 2))
+    with cached_weights():
+        before = layer(x)
+        called = torch.func.functional_call(layer, dict(other.named_parameters()), (x,))
+        assert torch.equal(called, other(x))
+        assert torch.equal(layer(x), before)

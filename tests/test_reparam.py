@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -13,6 +14,7 @@ from weightnorm import (
     normalized_weights,
     parts,
     remove_weight_norm,
+    unnormalized_weights,
     weight_norm,
     weight_norm_model,
 )
@@ -314,10 +316,90 @@ def test_tied_weights_stay_tied():
 def test_tied_weights_with_different_axes_are_refused():
     model = nn.ModuleList([nn.Conv1d(3, 3, 2), nn.ConvTranspose1d(3, 3, 2)])
     model[1].weight = model[0].weight
-    with pytest.raises(ValueError, match="units lie along different axes"):
+    with pytest.raises(ValueError, match=r"along different axes; pass dim .* same axis for both"):
         weight_norm_model(model)
     assert model[0].weight is model[1].weight
     assert type(model[0]) is nn.Conv1d
+    assert weight_norm_model(model, dim=0) == ["0.weight", "1.weight"]
+    assert parts(model[0]).g is parts(model[1]).g
+
+
+class TiedLanguageModel(nn.Module):
+    """An embedding and an output layer that share a weight, and a custom module that uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.shared = nn.Parameter(torch.empty(0))
+        self.shared = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.embed(x)) + F.linear(self.embed(x), self.shared)
+
+
+def test_tied_weights_of_which_one_is_chosen_by_default():
+    model, x = TiedLanguageModel(), torch.tensor([1, 5])
+    before, count = model(x), sum(p.numel() for p in model.parameters())
+    assert weight_norm_model(model) == ["shared", "embed.weight", "head.weight"]
+    torch.testing.assert_close(model(x), before)
+    assert parts(model.embed).v is parts(model.head).v is parts(model, "shared").v
+    assert sum(p.numel() for p in model.parameters()) == count + 7  # one g for each unit
+    model(x).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert torch.equal(model.embed.weight, model.head.weight)
+    remove_weight_norm(model)
+    assert model.embed.weight is model.head.weight is model.shared
+
+
+@pytest.mark.parametrize("chosen", [nn.Embedding, nn.Linear])
+def test_where_that_selects_one_of_several_tied_weights_is_refused(chosen):
+    model = TiedLanguageModel()
+    with pytest.raises(ValueError, match=r"`where` selected .*\.weight but not .*same parameter"):
+        weight_norm_model(model, where=lambda name, module: isinstance(module, chosen))
+    assert model.embed.weight is model.head.weight is model.shared
+    assert type(model.embed) is nn.Embedding
+
+
+class Transposed(nn.Module):
+    """A layer whose weight has shape (inputs, outputs), as transformers' Conv1D."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_weights_of_unknown_modules_are_listed():
+    model = nn.Sequential(nn.Embedding(5, 3), Transposed(3, 4), nn.Linear(4, 2), nn.LayerNorm(2))
+    assert weight_norm_model(model) == ["2.weight"]
+    assert list(unnormalized_weights(model)) == ["0.weight", "1.weight"]
+    assert unnormalized_weights(model)["1.weight"] is model[1].weight
+    weight_norm(model[1], dim=1)
+    assert list(unnormalized_weights(model)) == ["0.weight"]
+
+
+def test_unnormalized_weights_of_lazy_and_torchs_layers():
+    model = nn.ModuleList([nn.LazyLinear(3), parametrizations.weight_norm(nn.Linear(2, 2))])
+    assert unnormalized_weights(model) == {}
+
+
+def test_where_selects_weights_of_unknown_modules_by_dim():
+    model = nn.Sequential(Transposed(3, 4), nn.Linear(4, 2), nn.LayerNorm([2, 2]))
+    everything = {"where": lambda name, module: True}
+    with pytest.raises(ValueError, match=r"selected 0, but the output axis of Transposed.weight"):
+        weight_norm_model(model, **everything)
+    assert weight_norm_model(model, dim=1, **everything) == ["0.weight", "1.weight"]
+    assert parts(model[0]).g.shape == (1, 4)
+    with pytest.raises(ValueError, match="all 2 weights are normalized already"):
+        weight_norm_model(model, **everything)
+
+
+def test_model_of_unknown_modules_only_names_them():
+    with pytest.raises(ValueError, match=r"no linear.*; 0 \(Transposed\) can be normalized by"):
+        weight_norm_model(nn.Sequential(Transposed(3, 4), nn.ReLU()))
 
 
 def test_lazy_layers_are_normalized_when_materialized():
@@ -332,7 +414,126 @@ def test_lazy_layers_are_normalized_when_materialized():
     assert parts(model[2]).v.grad is not None
 
 
+def test_failed_call_leaves_no_hooks_on_lazy_layers():
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3, dtype=torch.complex64))
+    pair = nn.Sequential(nn.LazyLinear(3), nn.Conv1d(3, 3, 2), nn.ConvTranspose1d(3, 3, 2))
+    pair[2].weight = pair[1].weight
+    for refused in (model, pair):
+        before = [len(module._forward_pre_hooks) for module in refused.modules()]
+        with pytest.raises((TypeError, ValueError)):
+            weight_norm_model(refused)
+        assert [len(module._forward_pre_hooks) for module in refused.modules()] == before
+    model[0](torch.randn(2, 4))
+    assert type(model[0]) is nn.Linear
+
+
+def test_lazy_layers_are_not_normalized_twice():
+    model = nn.Sequential(nn.LazyLinear(3))
+    weight_norm_model(model)
+    with pytest.raises(ValueError, match="all 1 weights are normalized already"):
+        weight_norm_model(model)
+    with pytest.raises(ValueError, match="already; use remove_weight_norm"):
+        weight_norm(model[0])
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        each(torch.randn(2, 4))
+        assert parts(each[0]).g.shape == (3, 1)
+
+
+GIVEN = {
+    "number": (2.0, torch.full((3, 1), 2.0)),
+    "integer": (2, torch.full((3, 1), 2.0)),
+    "scalar tensor": (torch.tensor(0.5), torch.full((3, 1), 0.5)),
+    "tensor": (torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [2.0], [3.0]])),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("train_g", [True, False])
+@pytest.mark.parametrize(("g", "expected"), GIVEN.values(), ids=GIVEN.keys())
+def test_initial_g(g, expected, scale, train_g):
+    plain = nn.Linear(4, 3)
+    layer = weight_norm(copy.deepcopy(plain), g=g, scale=scale, train_g=train_g)
+    torch.testing.assert_close(parts(layer).g, expected)
+    torch.testing.assert_close(parts(layer).v, plain.weight)
+    torch.testing.assert_close(norm(layer.weight), expected)
+    s = layer.parametrizations.weight.original0
+    assert s.requires_grad == train_g
+    torch.testing.assert_close(s, expected.log() if scale == "log" else expected)
+
+
+@every_layer
+def test_initial_g_of_every_layer(case):
+    model = nn.Sequential(case.make())
+    weight_norm_model(model, where=lambda name, module: True, g=0.5)
+    for v, g in normalized_weights(model).values():
+        assert (g == 0.5).all()
+        assert v.isfinite().all()
+
+
+def test_initial_g_of_lazy_and_zero_weights():
+    model = nn.Sequential(nn.LazyLinear(3))
+    weight_norm_model(model, g=2)
+    model(torch.randn(2, 4))
+    assert (parts(model[0]).g == 2).all()
+    zero = nn.Linear(4, 3)
+    nn.init.zeros_(zero.weight)
+    torch.testing.assert_close(norm(weight_norm(zero, g=1.0).weight), torch.ones(3, 1))
+
+
+def test_initial_g_may_be_negative_on_a_linear_scale():
+    plain = nn.Linear(4, 3)
+    layer = weight_norm(copy.deepcopy(plain), g=-1.0)
+    torch.testing.assert_close(layer.weight, -plain.weight / plain.weight.norm(dim=1, keepdim=True))
+
+
+def test_initial_g_does_not_share_memory():
+    g = torch.ones(3, 1)
+    layer = weight_norm(nn.Linear(4, 3), g=g)
+    g.zero_()
+    assert (parts(layer).g == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_half_precision_keeps_the_weight_to_one_rounding(dim, dtype):
+    for seed in range(10):
+        torch.manual_seed(seed)
+        layer = nn.Linear(64, 64).to(dtype)
+        before = layer.weight.detach().double()
+        weight_norm(layer, dim=dim)
+        error = (layer.weight.double() - before).abs() / before.abs()
+        assert error.max() <= torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("options", [{"scale": "log"}, {"scale": "log", "g": 2.0}, {}])
+def test_every_tensor_is_on_the_device_of_the_weight(options):
+    """The meta device stands for an accelerator."""
+    if "g" not in options:
+        layer = weight_norm(nn.Linear(3, 2, device="meta"), **options)
+        assert {t.device.type for t in layer.state_dict().values()} == {"meta"}
+        assert {t.device.type for t in layer.buffers()} <= {"meta"}
+    layer = weight_norm(nn.Linear(3, 2), **options).to("meta")
+    assert {t.device.type for t in [*layer.parameters(), *layer.buffers()]} == {"meta"}
+
+
+def test_torchs_keyword_arguments():
+    assert is_weight_normed(weight_norm(module=nn.Linear(3, 2), name="weight", dim=0))
+
+
 BAD = {
+    "container": (nn.Sequential(nn.Linear(3, 2)), {}, ValueError, "use weight_norm_model"),
+    "name is no string": (nn.Linear(3, 2), {"name": 0}, TypeError, "name=0 must be the name"),
+    "several names": (nn.Linear(3, 2), {"name": ["weight"]}, TypeError, "must be the name of one"),
+    "g of another shape": (
+        nn.Linear(3, 2),
+        {"g": torch.ones(3)},
+        ValueError,
+        r"broadcast to \(2, 1",
+    ),
+    "g not finite": (nn.Linear(3, 2), {"g": float("nan")}, ValueError, "g=nan must be finite"),
+    "log of 0": (nn.Linear(3, 2), {"g": 0, "scale": "log"}, ValueError, "g=0 must be positive"),
+    "g on meta": (nn.Linear(3, 2, device="meta"), {"g": 1}, ValueError, "g would lose its values"),
     "no such parameter": (nn.Linear(3, 2), {"name": "wieght"}, ValueError, "did you mean 'weight'"),
     "no parameter at all": (
         nn.ReLU(),
@@ -469,3 +670,8 @@ def test_weights_partitioned_by_deepspeed_are_refused():
     layer.weight.ds_id, layer.weight.data = 0, torch.empty(0)  # as ZeRO-3 leaves it
     with pytest.raises(ValueError, match=r"Linear.weight is empty here: .*GatheredParameters"):
         weight_norm(layer)
+
+
+def test_where_must_be_a_function():
+    with pytest.raises(TypeError, match=r"where must be a function of name and module; got '0'"):
+        weight_norm_model(nn.Sequential(nn.Linear(2, 2)), where="0")

@@ -161,8 +161,9 @@ def cached_weights(*, new: bool = False) -> Iterator[None]:
     """Compute each normalized weight at most once inside the block, in this thread.
 
     Replaces ``parametrize.cached()``, whose cache all threads share. A weight is computed again
-    when v or g was replaced or written to, and when it was computed without a graph but gradients
-    are enabled now. A nested block shares the cache of the outer one, unless `new` is set.
+    when v or g was replaced or written to in place (but not through ``.data``), and when it was
+    computed without a graph but gradients are enabled now. A nested block shares the cache of the
+    outer one, unless `new` is set.
     """
     outer = getattr(_THREAD, "weights", None)
     _THREAD.weights = {} if new or outer is None else outer

@@ -3,12 +3,14 @@
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from weightnorm import WeightNormOptimizer, parts, weight_norm_model
+from weightnorm import WeightNormOptimizer, functional, parts, weight_norm_model
+from zoo import LAYERS
 
 
 def network():
@@ -73,6 +75,343 @@ def test_it_follows_the_module_form(inner, options):
     same_function(plain, normed, atol=1e-8, rtol=1e-6)
     torch.testing.assert_close(mine.parts()["0.weight"].v, parts(normed[0]).v)
     assert list(plain.state_dict()) == list(network().state_dict())
+
+
+TRAJECTORIES = {
+    "momentum": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.003}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.003}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.003}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.0003}),
+}
+
+
+def slope(w, i):
+    """∇w of a loss that changes from step to step."""
+    return torch.cos(3 * w.detach() + i)
+
+
+@pytest.mark.parametrize(("inner", "options"), TRAJECTORIES.values(), ids=TRAJECTORIES.keys())
+def test_300_steps_equal_the_module_form_on_every_layer(inner, options):
+    """Every layer of the zoo as one model; the gradients are given, forward passes are not run."""
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({name: case.make() for name, case in LAYERS.items()}).double()
+    normed = copy.deepcopy(plain)
+    paths = [n.rpartition(".") for n in weight_norm_model(normed, where=lambda n, m: True)]
+    options = {**options, "foreach": True}
+    mine = WeightNormOptimizer(plain, inner, where=lambda n, m: True, **options)
+    theirs = inner(normed.parameters(), **options)
+    others = [p for n, p in normed.named_parameters() if "original" not in n]
+    for i in range(300):
+        for p in plain.parameters():
+            p.grad = slope(p, i)
+        weights = [getattr(normed.get_submodule(m), name) for m, _, name in paths]
+        torch.autograd.backward(weights, [slope(w, i) for w in weights])
+        for p in others:
+            p.grad = slope(p, i)
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for m, _, name in paths:
+        w, expected = (getattr(each.get_submodule(m), name) for each in (plain, normed))
+        torch.testing.assert_close(w, expected, atol=1e-12, rtol=0, msg=lambda said, m=m: m + said)
+        expected = parts(normed.get_submodule(m), name)
+        found = mine.parts()[f"{m}.{name}"]
+        torch.testing.assert_close(found.v, expected.v, atol=1e-11, rtol=1e-11)
+        torch.testing.assert_close(found.g, expected.g, atol=1e-12, rtol=1e-12)
+
+
+OPTIONS = {
+    "last axis": {"dim": -1},
+    "middle axis": {"dim": 1},
+    "one g": {"dim": None},
+    "log": {"scale": "log"},
+    "frozen g": {"train_g": False},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_options_equal_the_module_form(options):
+    plain, normed = network(), network()
+    mine = WeightNormOptimizer(plain, torch.optim.Adam, lr=0.01, **options)
+    weight_norm_model(normed, **options)
+    theirs = torch.optim.Adam(normed.parameters(), lr=0.01)
+    before = copy.deepcopy(normed.state_dict())
+    train(plain, mine, range(20))
+    train(normed, theirs, range(20))
+    same_function(plain, normed, atol=1e-11, rtol=1e-11)
+    for i in (0, 2, 5):
+        torch.testing.assert_close(plain[i].weight, normed[i].weight, atol=1e-12, rtol=1e-11)
+        assert not torch.equal(plain[i].weight, network()[i].weight)
+    if "train_g" in options:
+        g = "0.parametrizations.weight.original0"
+        torch.testing.assert_close(mine.parts()["0.weight"].g, before[g], rtol=1e-15, atol=0)
+
+
+def test_dim_by_layer():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = WeightNormOptimizer(
+        model, torch.optim.SGD, lr=0.1, dim=lambda name, layer: 1 if name == "1" else "auto"
+    )
+    assert [g.shape for _, g in optimizer.parts().values()] == [(3, 1), (1, 3)]
+
+
+def test_retraction_restores_the_norm_of_v():
+    plain = network()
+    optimizer = WeightNormOptimizer(plain, torch.optim.SGD, lr=0.3, retract=True)
+    w = plain[0].weight.detach().clone()
+    v, g = w.clone(), functional.norm(w)
+    start = g.clone()
+    for i in range(5):
+        loss_of(plain, i).backward()
+        grad_v, grad_g = functional.gradients(plain[0].weight.grad, v=v, g=g)
+        optimizer.step()
+        plain.zero_grad()
+        v, g = v - 0.3 * grad_v, g - 0.3 * grad_g
+        v = functional.compose(v=v, g=start)
+        torch.testing.assert_close(plain[0].weight, functional.compose(v=v, g=g))
+    torch.testing.assert_close(optimizer.parts()["0.weight"].v, v)
+
+
+@pytest.mark.parametrize(("retract", "norm"), [(3.0, 3.0), ("rms", 3.0)])
+def test_norm_of_v_is_held_at_a_number(retract, norm):
+    model = nn.Conv1d(3, 4, 3)  # fan-in 9
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1, retract=retract)
+    for _ in range(2):
+        torch.testing.assert_close(
+            optimizer.parts()["weight"].v.flatten(1).norm(dim=1), torch.full((4,), norm)
+        )
+        model(torch.randn(2, 3, 5)).square().sum().backward()
+        optimizer.step()
+
+
+def test_weight_decay_on_the_chosen_part():
+    found = {}
+    for on in ("parts", "w", "g", None):
+        model = nn.Linear(3, 2, bias=False).double()
+        nn.init.constant_(model.weight, 1.0)
+        optimizer = WeightNormOptimizer(
+            model, torch.optim.SGD, lr=0.1, weight_decay=0.5, weight_decay_on=on
+        )
+        for _ in range(2):
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.step()
+        v, g = optimizer.parts()["weight"]
+        found[on] = (model.weight[0, 0].item(), v[0, 0].item(), g[0, 0].item() / 3**0.5)
+    shrunk = 0.95**2
+    assert found["parts"] == pytest.approx((shrunk, shrunk, shrunk))
+    assert found["w"] == pytest.approx((shrunk, 1, shrunk))
+    assert found["g"] == pytest.approx((shrunk, 1, shrunk))
+    assert found[None] == pytest.approx((1, 1, 1))
+
+
+def test_weight_decay_on_w_is_that_of_adamw():
+    """Decoupled and before the step, while `weight_decay_on="g"` leaves it to the optimizer."""
+    model = network()
+    options = {"lr": 0.01, "weight_decay": 0.3}
+    optimizer = WeightNormOptimizer(model, torch.optim.Adam, weight_decay_on="w", **options)
+    start = functional.decompose(model[0].weight.detach())
+    v, g = nn.Parameter(start.v), nn.Parameter(start.g)
+    adam = torch.optim.Adam([v, g], lr=0.01)
+    for i in range(5):
+        loss_of(model, i).backward()
+        grad_w = model[0].weight.grad
+        v.grad, g.grad = functional.gradients(grad_w, v=v.detach(), g=g.detach())
+        with torch.no_grad():
+            g.mul_(1 - 0.01 * 0.3)
+        adam.step()
+        optimizer.step()
+        model.zero_grad()
+    torch.testing.assert_close(model[0].weight, functional.compose(v=v, g=g))
+    groups = [(g["weight_decay"], g.get("weight_decay_on_w")) for g in optimizer.param_groups]
+    assert groups == [(0.0, 0.3), (0.0, None), (0.3, None)]
+
+
+def separate(model, **options):
+    return WeightNormOptimizer(
+        model,
+        torch.optim.SGD,
+        lr=0.1,
+        momentum=0.9,
+        lengths=partial(torch.optim.Adam, lr=0.01),
+        others=partial(torch.optim.RMSprop, lr=0.001),
+        **options,
+    )
+
+
+def test_separate_optimizers_equal_those_of_the_module_form():
+    plain, normed = network(), network()
+    mine = separate(plain)
+    weight_norm_model(normed)
+    named = dict(normed.named_parameters())
+    v = [p for n, p in named.items() if n.endswith("original1")]
+    g = [p for n, p in named.items() if n.endswith("original0")]
+    rest = [p for n, p in named.items() if "original" not in n]
+    theirs = [
+        torch.optim.SGD(v, lr=0.1, momentum=0.9),
+        torch.optim.Adam(g, lr=0.01),
+        torch.optim.RMSprop(rest, lr=0.001),
+    ]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in [mine, *theirs]]
+    for i in range(10):
+        for model, optimizers in ((plain, [mine]), (normed, theirs)):
+            model.zero_grad()
+            loss_of(model, i).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+    same_function(plain, normed, atol=1e-11, rtol=1e-11)
+    assert schedules[0].get_last_lr() == [o.param_groups[0]["lr"] for o in theirs]
+    assert [len(group["params"]) for group in mine.param_groups] == [3, 0, 5]
+
+
+def test_options_of_one_role_in_a_group():
+    model = network()
+    head = list(model[5].parameters())
+    body = [*model[0].parameters(), *model[2].parameters()]
+    groups = [{"params": body}, {"params": head, "lr": 0.5, "lengths": {"lr": 0.25}}]
+    rates = [group["lr"] for group in separate(model, params=groups).param_groups]
+    assert rates == [0.1, 0.5, 0.01, 0.25, 0.001, 0.5]
+
+
+def test_the_others_follow_the_lengths():
+    model = nn.Linear(3, 2)
+    optimizer = WeightNormOptimizer(
+        model, torch.optim.SGD, lr=0.1, lengths=partial(torch.optim.Adam, lr=0.3)
+    )
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.3, 0.3]
+    assert [o.__class__.__name__ for o in optimizer._inner] == ["SGD", "Adam"]
+
+
+def test_a_zero_row_learns_along_the_diagonal():
+    model, normed = (nn.Linear(4, 2, bias=False).double() for _ in range(2))
+    for each in (model, normed):
+        with torch.no_grad():
+            each.weight.copy_(torch.tensor([[0.0] * 4, [1.0, 2.0, 3.0, 4.0]]))
+    weight_norm_model(normed)
+    pairs = (
+        (model, WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)),
+        (normed, torch.optim.SGD(normed.parameters(), lr=0.1)),
+    )
+    x = torch.tensor([[1.0, -2.0, 3.0, 1.0]], dtype=torch.float64)
+    for _ in range(3):
+        for each, optimizer in pairs:
+            optimizer.zero_grad()
+            (each(x) - 1).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(model.weight, normed.weight)
+    assert model.weight[0].abs().min() > 0
+
+
+def test_g_may_change_sign():
+    model, normed = nn.Linear(3, 2, bias=False).double(), nn.Linear(3, 2, bias=False).double()
+    normed.load_state_dict(model.state_dict())
+    weight_norm_model(normed)
+    pairs = (
+        (model, WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)),
+        (normed, torch.optim.SGD(normed.parameters(), lr=0.1)),
+    )
+    target = -5 * model.weight.detach().clone() + 0.1
+    for _ in range(12):
+        for each, optimizer in pairs:
+            optimizer.zero_grad()
+            (each.weight - target).square().sum().backward()
+            optimizer.step()
+    assert (pairs[0][1].parts()["weight"].g < 0).all()
+    torch.testing.assert_close(model.weight, normed.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_follow_a_float32_model(dtype):
+    """Steps far below the rounding of the weights accumulate, and writes are seen."""
+    torch.manual_seed(0)
+    narrow = nn.Linear(16, 8).to(dtype)
+    wide = copy.deepcopy(narrow).float()
+    pairs = [(m, WeightNormOptimizer(m, torch.optim.SGD, lr=1e-4)) for m in (narrow, wide)]
+    direction = torch.randn(8, 16).to(dtype)
+    start = narrow.weight.detach().clone()
+    for i in range(100):
+        if i == 50:
+            for m, _ in pairs:
+                m.weight.data[0].mul_(2)
+        for m, optimizer in pairs:
+            m.weight.grad = direction.to(m.weight.dtype)
+            optimizer.step()
+    assert not torch.equal(narrow.weight, start)
+    torch.testing.assert_close(narrow.weight[1:], wide.weight[1:].to(dtype), atol=0, rtol=0)
+    torch.testing.assert_close(narrow.weight[0].float(), wide.weight[0], atol=1e-4, rtol=0.01)
+    file = io.BytesIO()
+    torch.save(pairs[0][1].state_dict(), file)
+    file.seek(0)
+    other = copy.deepcopy(narrow)
+    resumed = WeightNormOptimizer(other, torch.optim.SGD, lr=1e-4)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    for m, optimizer in ((narrow, pairs[0][1]), (other, resumed)):
+        m.weight.grad = direction.clone()
+        optimizer.step()
+    v, other_v = pairs[0][1].parts()["weight"].v, resumed.parts()["weight"].v
+    assert v.dtype == torch.float32
+    assert torch.equal(v, other_v)
+
+
+@pytest.mark.parametrize("layout", ["channels-last", "transposed", "expanded gradient"])
+def test_memory_layouts(layout):
+    torch.manual_seed(0)
+    plain = nn.Conv2d(4, 6, 3).double()
+    other = copy.deepcopy(plain)
+    if layout == "channels-last":
+        other.to(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        other.weight.data = other.weight.data.transpose(0, 3).contiguous().transpose(0, 3)
+    pairs = [(m, WeightNormOptimizer(m, torch.optim.Adam, lr=0.1)) for m in (plain, other)]
+    for i in range(3):
+        for m, optimizer in pairs:
+            m.weight.grad = slope(m.weight, i).contiguous()
+            if layout == "expanded gradient":
+                row = torch.arange(4.0, dtype=torch.float64).view(1, 4, 1, 1)
+                m.weight.grad = row.expand(6, 4, 3, 3) if m is other else row.repeat(6, 1, 3, 3)
+            optimizer.step()
+    torch.testing.assert_close(plain.weight, other.weight, atol=1e-13, rtol=1e-12)
+
+
+def test_built_before_the_model_moves():
+    """As accelerate does: the optimizer exists before model.to(device)."""
+    model = network().float()
+    optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.01)
+    model.double()
+    twin = copy.deepcopy(model)
+    twins = WeightNormOptimizer(twin, torch.optim.Adam, lr=0.01)
+    train(model, optimizer, range(5))
+    train(twin, twins, range(5))
+    same_function(model, twin, atol=1e-6, rtol=1e-6)
+    assert optimizer.parts()["0.weight"].g.dtype == torch.float64
+
+
+def test_an_error_in_the_inner_optimizer_leaves_weights():
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("no step today")
+
+    model = network()
+    optimizer = WeightNormOptimizer(model, Failing, lr=0.1, retract=3.0)
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match="no step today"):
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), before)
+
+
+def test_gradients_are_used_up():
+    model = network()
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert model[0].weight.grad is None
+    after = copy.deepcopy(model.state_dict())
+    model.zero_grad()
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict(), after, rtol=0, atol=0)
 
 
 def test_closures_and_lbfgs():
@@ -235,6 +574,22 @@ def test_weights_without_gradient_stay():
 def test_bad_input():
     with pytest.raises(ValueError, match="nothing to normalize in ReLU"):
         WeightNormOptimizer(nn.ReLU(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match=r"the model, got generator; .*\(model, inner, params=…\)"):
+        WeightNormOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
+    normed = nn.Linear(2, 2)
+    weight_norm_model(normed)
+    with pytest.raises(ValueError, match=r"its 1 weights are normalized already; .*remove_weight"):
+        WeightNormOptimizer(normed, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="has no shape yet; run a batch"):
+        WeightNormOptimizer(nn.LazyLinear(2), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"cannot be weight-normalized: its gradients are sparse"):
+        WeightNormOptimizer(
+            nn.Embedding(3, 2, sparse=True), torch.optim.SGD, lr=0.1, where=lambda n, m: True
+        )
+    tied = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ConvTranspose1d(4, 3, 1, bias=False))
+    tied[1].weight = tied[0].weight = nn.Parameter(torch.randn(4, 3, 1))
+    with pytest.raises(ValueError, match=r"1.weight is tied to 0.weight, whose units lie along"):
+        WeightNormOptimizer(tied, torch.optim.SGD, lr=0.1)
     model = network()
     with pytest.raises(ValueError, match="none of the weights to normalize"):
         WeightNormOptimizer(model, torch.optim.SGD, [model[0].bias], lr=0.1)
@@ -257,6 +612,35 @@ def test_bad_input():
         wider.load_state_dict(smaller.state_dict())
     with pytest.raises(ValueError, match="building a new WeightNormOptimizer"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+WRONG = {
+    "scale": ({"scale": "exp"}, "scale='exp' is unknown; expected"),
+    "decay": ({"weight_decay_on": "v"}, "weight_decay_on='v' is unknown; expected one of"),
+    "retract": ({"retract": "unit"}, "retract='unit' is unknown; expected True, a number"),
+    "radius": ({"retract": -1.0}, "cannot be the norm of v; expected a positive number"),
+    "project": ({"project": False}, "pass train_g=False with it"),
+    "frozen decay": ({"train_g": False, "weight_decay_on": "w"}, "pass weight_decay_on=None"),
+    "dim": ({"dim": 5}, "dim=5 is out of range"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG.keys())
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises((ValueError, IndexError), match=message):
+        WeightNormOptimizer(network(), torch.optim.SGD, lr=0.1, **options)
+
+
+def test_optimizers_that_cannot_work_are_refused():
+    lbfgs = partial(torch.optim.LBFGS, lr=0.1)
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss many times per step"):
+        WeightNormOptimizer(network(), torch.optim.SGD, lr=0.1, others=lbfgs)
+    with pytest.raises(ValueError, match="moves matrices only; give g and all other parameters"):
+        WeightNormOptimizer(network(), torch.optim.Muon, lr=0.1)
+    with pytest.raises(ValueError, match=r"needs an optimizer with `weight_decay`; it has"):
+        WeightNormOptimizer(network(), torch.optim.Rprop, lr=0.1, weight_decay_on="g")
+    with pytest.raises(TypeError, match="expected an optimizer's class, got list"):
+        WeightNormOptimizer(network(), list)
 
 
 def test_what_other_shardings_leave_of_a_weight_is_refused():

@@ -1,1 +1,1 @@
-"""Reinforcement learning: Atari games, the replay buffer, episodes."""
+"""Reinforcement learning: Atari environments, episodes, the replay buffer."""

@@ -1,12 +1,11 @@
-"""Atari games as DQN plays them (section 5.4), on ale-py's emulator, which ships the cartridges.
+"""Atari environments with DQN's preprocessing (section 5.4), on ale-py's emulator and its ROMs.
 
-An action is held for four frames of the emulator. What the agent then sees is the maximum of the
-last two, since sprites flicker, in grey and at 84×84. Sticky actions are off, the action set is the
-game's minimal one, nothing limits the time of play, and a game begins with 0 to 30 no-ops.
+An action is repeated for four emulator frames. The observation is the pixelwise maximum of the last
+two, since sprites flicker, in greyscale and at 84×84. Sticky actions are off, the action set is the
+game's minimal one, there is no time limit, and a game starts with 0 to 30 no-ops.
 
-ale-py's own vectorized environment is not this one: it resizes by area, makes 29 no-ops at most,
-keeps stale frames at the end of a game, and cannot be saved. Where the two agree the tests hold
-this module against it.
+ale-py's own vectorized environment differs: it resizes by area, makes at most 29 no-ops, returns
+stale frames at the end of a game, and has no state dict. The tests compare the two where they agree.
 """
 
 from __future__ import annotations
@@ -24,39 +23,39 @@ from weightnorm.lab.errors import DataError
 Pixels = NDArray[np.uint8]
 
 SKIP = 4
-"""Frames of the emulator in one step of the agent."""
+"""Emulator frames in one step of the agent."""
 SIDE = 84
-"""Pixels of what the agent sees."""
+"""Height and width of an observation."""
 NO_OPS = 30
-"""At most so many frames pass before the agent's first action."""
+"""Largest number of no-op frames at the start of a game."""
 
 
 class Step(NamedTuple):
-    """What an action led to."""
+    """Outcome of an action."""
 
     frame: Pixels
     reward: float
     life_lost: bool
     over: bool
-    """Whether the game has ended; then it goes on only after a new start."""
+    """Whether the game has ended; `reset` starts the next one."""
 
 
 class Game(Protocol):
-    """What an agent plays. Its chances are drawn from torch's global generator."""
+    """Environment of an agent. Its random numbers come from torch's global generator."""
 
     actions: int
-    """How many there are."""
+    """Number of actions."""
     shape: tuple[int, int]
-    """Of a frame."""
+    """Height and width of a frame."""
 
-    def start(self) -> Pixels:
-        """Begin anew; the first frame."""
+    def reset(self) -> Pixels:
+        """Start a new game and return its first frame."""
 
     def step(self, action: int) -> Step:
-        """Play on."""
+        """Take an action."""
 
-    def screen(self) -> Pixels:
-        """What a person would see now, for pictures: (height, width, 3)."""
+    def render(self) -> Pixels:
+        """Return the screen in colour: (height, width, 3)."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -64,12 +63,12 @@ class Game(Protocol):
 
 
 class Atari:
-    """One game of ale-py's, by its name with dashes, such as ``space-invaders``.
+    """A game of ale-py, by its name with dashes, such as ``space-invaders``.
 
-    Note [a game is its actions]
-        The emulator is deterministic, so the state of a game is the list of the actions since its
-        start, and going back to it is playing them again. The emulator can save its state, too, but
-        not what is left on the screen where a game (Q*bert for one) does not draw every line.
+    Note [state of a game]
+        The emulator is deterministic, so a game is saved as the list of its actions and restored by
+        replaying them. The emulator's own saved state lacks what remains on the screen from earlier
+        frames, which matters where a game (Q*bert for one) does not redraw every line.
     """
 
     shape = (SIDE, SIDE)
@@ -77,68 +76,68 @@ class Atari:
     def __init__(self, game: str) -> None:
         from ale_py import ALEInterface, LoggerMode
 
-        if game not in cartridges():
+        if game not in rom_paths():
             raise DataError(f"ale-py has no game {game!r}")
         ALEInterface.setLoggerMode(LoggerMode.Error)
         self.emulator = ALEInterface()
         self.emulator.setFloat("repeat_action_probability", 0.0)
         self.emulator.setInt("max_num_frames_per_episode", 0)
         self.emulator.setInt("random_seed", 1)
-        self.emulator.loadROM(cartridges()[game])
-        self.buttons = self.emulator.getMinimalActionSet()
-        self.actions = len(self.buttons)
+        self.emulator.loadROM(rom_paths()[game])
+        self.action_set = self.emulator.getMinimalActionSet()
+        self.actions = len(self.action_set)
         height, width = self.emulator.getScreenDims()
         self.resize = Bilinear((height, width), self.shape)
         self.last_two = np.zeros((2, height, width), np.uint8)
         self.no_ops = 0
-        self.played: list[int] = []
+        self.taken: list[int] = []
 
-    def start(self) -> Pixels:
-        return self._start(int(torch.randint(NO_OPS + 1, ())))
+    def reset(self) -> Pixels:
+        return self._reset(int(torch.randint(NO_OPS + 1, ())))
 
     def step(self, action: int) -> Step:
         lives = self.emulator.lives()
-        reward = self._hold(self.buttons[action], SKIP)
-        self.played.append(action)
+        reward = self._repeat(self.action_set[action], SKIP)
+        self.taken.append(action)
         over = self.emulator.game_over()
-        return Step(self._seen(), reward, self.emulator.lives() < lives, over)
+        return Step(self._observation(), reward, self.emulator.lives() < lives, over)
 
-    def screen(self) -> Pixels:
+    def render(self) -> Pixels:
         colours: Pixels = self.emulator.getScreenRGB()
         return colours
 
     def state_dict(self) -> dict[str, Any]:
-        """See Note [a game is its actions]."""
-        return {"no_ops": self.no_ops, "played": torch.tensor(self.played, dtype=torch.uint8)}
+        """See Note [state of a game]."""
+        return {"no_ops": self.no_ops, "played": torch.tensor(self.taken, dtype=torch.uint8)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._start(state["no_ops"])
+        self._reset(state["no_ops"])
         for action in state["played"].tolist():
-            self._hold(self.buttons[action], SKIP)
-            self.played.append(action)
+            self._repeat(self.action_set[action], SKIP)
+            self.taken.append(action)
 
-    def _start(self, no_ops: int) -> Pixels:
+    def _reset(self, no_ops: int) -> Pixels:
         self.emulator.reset_game()
-        self.no_ops, self.played = no_ops, []
-        self._hold(0, no_ops + 2)  # two frames at least, for there to be a maximum
-        return self._seen()
+        self.no_ops, self.taken = no_ops, []
+        self._repeat(0, no_ops + 2)  # at least two frames, for the maximum
+        return self._observation()
 
-    def _hold(self, button: Any, frames: int) -> float:
-        """Let so many frames pass and remember the last two; the sum of the rewards."""
+    def _repeat(self, action: Any, frames: int) -> float:
+        """Repeat an action, keep the last two frames, and return the sum of the rewards."""
         reward = 0
         for left in reversed(range(frames)):
-            reward += self.emulator.act(button)
+            reward += self.emulator.act(action)
             if left < 2:
                 self.emulator.getScreenGrayscale(self.last_two[left])
         return float(reward)
 
-    def _seen(self) -> Pixels:
+    def _observation(self) -> Pixels:
         return self.resize(self.last_two.max(0))
 
 
 @cache
-def cartridges() -> dict[str, Path]:
-    """The games that one can play alone, by name."""
+def rom_paths() -> dict[str, Path]:
+    """Return the ROMs of all single-player games, by name."""
     from ale_py import ALEInterface, roms
 
     paths = {name: roms.get_rom_path(name) for name in sorted(roms.get_all_rom_ids())}
@@ -150,41 +149,40 @@ def cartridges() -> dict[str, Path]:
 
 
 class Bilinear:
-    """Images resized by bilinear interpolation, in whole numbers, so that they are the same bits
-    everywhere.
+    """Resizes images by bilinear interpolation in integer arithmetic, bit-equal on all machines.
 
-    The centres of the pixels are aligned: pixel i of n looks at (i + ½)·N/n − ½ among N, kept
-    within the image, and weighs its two neighbours there in 1/(2n). The mean is rounded to the
-    nearest grey, halves up. This is torch's ``interpolate(mode="bilinear")`` and OpenCV's
-    ``INTER_LINEAR`` up to their rounding.
+    The centres of the pixels are aligned: pixel i of n samples the source of N pixels at
+    (i + ½)·N/n − ½, clamped to the image, with the weights of its two neighbours in units of
+    1/(2n). The result is rounded to the nearest integer, halves up. It equals torch's
+    ``interpolate(mode="bilinear")`` and OpenCV's ``INTER_LINEAR`` up to their rounding.
     """
 
     def __init__(self, source: tuple[int, int], target: tuple[int, int]) -> None:
         (self.rows, weights), (self.columns, self.column_weights) = (
-            neighbours(N, n) for N, n in zip(source, target, strict=True)
+            neighbour_weights(N, n) for N, n in zip(source, target, strict=True)
         )
         self.row_weights = weights[:, :, None]
-        self.whole = 4 * target[0] * target[1]
+        self.denominator = 4 * target[0] * target[1]
 
     def __call__(self, image: Pixels) -> Pixels:
         upper, lower = self.row_weights
         tall = image[self.rows[0]] * upper + image[self.rows[1]] * lower  # (84, 160)
         left, right = self.column_weights
         total = tall[:, self.columns[0]] * left + tall[:, self.columns[1]] * right  # (84, 84)
-        rounded: Pixels = ((total + self.whole // 2) // self.whole).astype(np.uint8)
+        rounded: Pixels = ((total + self.denominator // 2) // self.denominator).astype(np.uint8)
         return rounded
 
 
-def neighbours(source: int, target: int) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-    """For each of `target` pixels the two of `source` around it, and their weights in 1/(2·target).
+def neighbour_weights(source: int, target: int) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    """Return the two source pixels around each target pixel, and their weights in 1/(2·target).
 
-    >>> neighbours(4, 2)
+    >>> neighbour_weights(4, 2)
     (array([[0, 2],
            [1, 3]]), array([[2, 2],
            [2, 2]], dtype=int32))
     """
-    place = (2 * np.arange(target) + 1) * source - target
-    place = place.clip(0, 2 * target * (source - 1))
-    first, beyond = np.divmod(place, 2 * target)
+    position = (2 * np.arange(target) + 1) * source - target
+    position = position.clip(0, 2 * target * (source - 1))
+    first, fraction = np.divmod(position, 2 * target)
     second = np.minimum(first + 1, source - 1)
-    return np.stack([first, second]), np.stack([2 * target - beyond, beyond]).astype(np.int32)
+    return np.stack([first, second]), np.stack([2 * target - fraction, fraction]).astype(np.int32)

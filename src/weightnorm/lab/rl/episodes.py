@@ -1,4 +1,4 @@
-"""Who plays: game after game, keeping the score."""
+"""Play episodes and accumulate returns."""
 
 from __future__ import annotations
 
@@ -16,63 +16,63 @@ HISTORY = 4
 
 
 class Player:
-    """Plays one game after the other. The score is the mean return of those that are over, or what
-    the first has brought so far."""
+    """Plays episodes one after the other and accumulates their returns."""
 
     def __init__(self, game: Game) -> None:
         self.game = game
         self.total, self.games, self.current = 0.0, 0, 0.0
 
-    def start(self) -> Pixels:
-        """A new game; its first frame."""
+    def reset(self) -> Pixels:
+        """Start a new episode and return its first frame."""
         self.current = 0.0
-        return self.game.start()
+        return self.game.reset()
 
     def step(self, action: int) -> Step:
-        """Play on; after the end of a game the frame is the first of the next."""
+        """Take an action. At the end of an episode the frame is the first of the next one."""
         step = self.game.step(action)
         self.current += step.reward
         if not step.over:
             return step
         self.total += self.current
         self.games += 1
-        return step._replace(frame=self.start())
+        return step._replace(frame=self.reset())
 
-    def count_anew(self) -> None:
-        """Forget the games that are over."""
+    def reset_score(self) -> None:
+        """Forget the returns of the finished episodes."""
         self.total, self.games = 0.0, 0
 
     @property
     def score(self) -> float:
+        """Mean return of the finished episodes; before the first has ended, its return so far."""
         return self.total / self.games if self.games else self.current
 
     def state_dict(self) -> dict[str, Any]:
-        tally = {"total": self.total, "games": self.games, "current": self.current}
-        return {"game": self.game.state_dict(), **tally}
+        returns = {"total": self.total, "games": self.games, "current": self.current}
+        return {"game": self.game.state_dict(), **returns}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.game.load_state_dict(state["game"])
         self.total, self.games, self.current = state["total"], state["games"], state["current"]
 
 
-class Tester(Player):
-    """Plays without learning: whole games, a loss of a life being no end."""
+class Evaluator(Player):
+    """Plays whole games with a fixed policy: a lost life does not end an episode."""
 
     def __init__(self, game: Game) -> None:
         super().__init__(game)
         self.frames = torch.zeros(1, HISTORY, *game.shape, dtype=torch.uint8)
 
-    def begin(self) -> None:
-        """A new game, and no games before it."""
-        self.count_anew()
-        self._see(self.start(), first=True)
+    def start(self) -> None:
+        """Start the first game of an evaluation."""
+        self.reset_score()
+        self._append_frame(self.reset(), first=True)
 
-    def play(self, actor: nn.Module, epsilon: float) -> None:
-        """One step."""
-        step = self.step(choose(actor, lambda: self.frames, epsilon, self.game.actions))
-        self._see(step.frame, first=step.over)
+    def play_step(self, actor: nn.Module, epsilon: float) -> None:
+        """Play one ε-greedy step."""
+        step = self.step(epsilon_greedy(actor, lambda: self.frames, epsilon, self.game.actions))
+        self._append_frame(step.frame, first=step.over)
 
-    def _see(self, frame: Pixels, first: bool) -> None:
+    def _append_frame(self, frame: Pixels, first: bool) -> None:
         earlier = torch.zeros_like(self.frames) if first else self.frames
         self.frames = torch.cat([earlier[:, 1:], torch.from_numpy(frame)[None, None]], 1)
 
@@ -84,9 +84,11 @@ class Tester(Player):
         self.frames = state["frames"]
 
 
-class Beginning:
-    """What is noted when learning begins, to measure the agent against: the score of random play
-    until then, and states that are valued after each epoch."""
+class InitialBaseline:
+    """What is measured before the first update, to compare the agent with later.
+
+    The score of random play, and the states whose mean value is recorded after each epoch.
+    """
 
     def __init__(self) -> None:
         self.score = math.nan
@@ -100,8 +102,10 @@ class Beginning:
 
 
 @torch.no_grad()
-def choose(actor: nn.Module, state: Callable[[], Tensor], epsilon: float, actions: int) -> int:
-    """The action of the highest value or, with probability ε, any."""
+def epsilon_greedy(
+    actor: nn.Module, state: Callable[[], Tensor], epsilon: float, actions: int
+) -> int:
+    """Return a random action with probability ε, else the action of the highest value."""
     if torch.rand(()).item() < epsilon:
         return int(torch.randint(actions, ()))
     device = next(actor.parameters()).device

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from weightnorm import Parameterization
-from weightnorm.lab.errors import require
+from weightnorm.lab.runs.validation import POSITIVE, Limits, validate
 
 C = TypeVar("C", bound="RunConfig")
 
@@ -51,12 +51,16 @@ class RunConfig:
     PLACE: ClassVar[tuple[str, ...]] = ("parameterization",)
     """Fields that are folders of their own between the preset and the learning rate."""
 
+    LIMITS: ClassVar[dict[str, Limits]] = {
+        "learning_rate": POSITIVE,
+        "seed": Limits(0, 2**63 - 1),
+        "checkpoint_seconds": Limits(0, math.inf),
+        "wait_seconds": Limits(0, 1e7, open_low=True),
+    }
+    """Valid range of every number."""
+
     def __post_init__(self) -> None:
-        rate = self.learning_rate
-        require(0 < rate < math.inf, "learning_rate", rate, "a positive number")
-        require(self.checkpoint_seconds >= 0, "checkpoint_seconds", self.checkpoint_seconds, "≥ 0")
-        wait = self.wait_seconds
-        require(0 < wait < math.inf, "wait_seconds", wait, "a positive number")
+        validate(self, self.LIMITS)
 
 
 def what(config: RunConfig) -> dict[str, Any]:

@@ -30,9 +30,9 @@ def test_torchs_agent_learns_what_ours_does():
     for kind in (dqn.Agent, TorchsAgent):
         torch.manual_seed(0)
         agent = kind(config, game, torch.device("cpu"))
-        agent.begin(frames[:, :-1])
-        losses.append(torch.stack([agent.learn(batch) for _ in range(4)]))
-        agent.sync()
+        agent.initialize(frames[:, :-1])
+        losses.append(torch.stack([agent.update(batch) for _ in range(4)]))
+        agent.update_target()
         values.append(agent.target(batch.states))
         assert len(normalized_weights(agent.model)) == 5
     torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)

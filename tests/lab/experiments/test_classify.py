@@ -1,4 +1,4 @@
-"""Experiment 1 without processes: its schedule, data and folder."""
+"""CIFAR-10 classification: schedule, data, settings, folder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from weightnorm.lab.experiments import classify
 from weightnorm.lab.runs.config import folder
 
 
-def test_the_papers_schedule():
+def test_schedule_is_the_papers():
     optimizer = torch.optim.Adam([torch.zeros(1)], lr=1.0)
     rates, momenta = [], []
     for epoch in range(200):
@@ -24,7 +24,7 @@ def test_the_papers_schedule():
     assert momenta == [0.9] * 100 + [0.5] * 100
 
 
-def test_the_presets_keep_the_papers_settings():
+def test_presets_have_the_papers_settings():
     paper = classify.PRESETS["paper"]
     assert (paper.epochs, paper.batch_size, paper.width) == (200, 100, 1.0)
     assert (paper.noise, paper.dropout, paper.init_examples) == (0.15, 0.5, 500)
@@ -34,7 +34,7 @@ def test_the_presets_keep_the_papers_settings():
         assert all(getattr(preset, field) == getattr(paper, field) for field in same)
 
 
-def test_embedded_digits_are_whitened_and_large_enough():
+def test_digits_are_whitened_and_enlarged():
     data = classify.load(classify.PRESETS["demo"])
     assert data.train.shape[1:] == (1, 16, 16)
     small = data.train[:, :, ::2, ::2].flatten(1)
@@ -43,7 +43,7 @@ def test_embedded_digits_are_whitened_and_large_enough():
     assert len(classify.load(replace(classify.PRESETS["demo"], limit=50)).train) == 50
 
 
-def test_folders_say_what_departs_from_the_preset():
+def test_folder_names_changed_settings():
     def where(**changes):
         config = replace(classify.PRESETS["demo"], **changes)
         return str(folder("classify", config, classify.PRESETS))
@@ -71,6 +71,6 @@ def test_folders_say_what_departs_from_the_preset():
         ("wait_seconds", 0.0),
     ],
 )
-def test_impossible_values_are_refused(field, value):
+def test_out_of_range_values_are_refused(field, value):
     with pytest.raises(ConfigError, match=rf"{field.replace('_', '-')} is {value}; expected"):
         replace(classify.PAPER, **{field: value})

@@ -1,4 +1,4 @@
-"""Experiment 4 without processes: a game whose optimum is known, and each part of the algorithm."""
+"""DQN: a game whose optimal values are known, each part of the algorithm, and its settings."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,8 @@ from weightnorm.lab.experiments import dqn
 from weightnorm.lab.experiments.dqn import Agent, epsilon, td_targets
 from weightnorm.lab.rl import episodes
 from weightnorm.lab.rl.atari import Step
-from weightnorm.lab.rl.episodes import Player, choose
-from weightnorm.lab.rl.replay_buffer import Batch, Replay
+from weightnorm.lab.rl.episodes import Player, epsilon_greedy
+from weightnorm.lab.rl.replay_buffer import Batch, ReplayBuffer
 from weightnorm.lab.runs.config import folder
 
 SIDE = 36
@@ -23,15 +23,15 @@ ALL = pytest.mark.parametrize("how", dqn.COMPARED)
 
 
 class Corridor:
-    """Five cells, a player in the middle who may go left (0) or right (1). The left end is worth
-    ¼, the right end 10; either ends the game."""
+    """Five cells; the player starts in the middle and moves left (0) or right (1). The left end has
+    reward ¼, the right end 10; both end the game."""
 
     actions, shape = 2, (SIDE, SIDE)
 
     def __init__(self, name="corridor"):
         self.cell = 2
 
-    def start(self):
+    def reset(self):
         self.cell = 2
         return self.frame()
 
@@ -46,7 +46,7 @@ class Corridor:
         frame[:, 7 * self.cell : 7 * self.cell + 8] = 255
         return frame
 
-    def screen(self):
+    def render(self):
         return np.repeat(self.frame()[:, :, None], 3, 2)
 
     def state_dict(self):
@@ -57,11 +57,11 @@ class Corridor:
 
 
 VALUES = {1: 0.81, 2: 0.9, 3: 1.0}
-"""Of the cells, with rewards clipped at 1 and γ = 0.9."""
+"""Values of the cells, with rewards clipped at 1 and γ = 0.9."""
 
 
 def cells(states):
-    """Where the player is in each state."""
+    """Return the player's cell in each state."""
     return (states[:, -1, 0].float().argmax(1) // 7).tolist()
 
 
@@ -76,14 +76,14 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["standard", "weight-norm"])
-def test_a_game_is_solved_to_its_optimum(config, how):
+def test_corridor_is_solved_optimally(config, how):
     how = dqn.Parameterization(how)
     record = dqn.run(replace(config, parameterization=how), game=Corridor)
     assert record.result["score"] == record.result["best_score"] == 10
     assert record.metrics[-1]["games"] == 30  # two steps each
     assert record.result["random_score"] < 8
     state = torch.load(record.folder / "checkpoint.pt", weights_only=True)
-    valued = [VALUES[cell] for cell in cells(state["states"]["beginning"]["states"])]
+    valued = [VALUES[cell] for cell in cells(state["states"]["baseline"]["states"])]
     assert record.result["mean_q"] == pytest.approx(np.mean(valued), abs=0.03)
     assert not (record.folder / "replay.bin").exists()
     with np.load(record.folder / "game.npz") as kept:
@@ -95,66 +95,66 @@ def agent_of(config, how="standard"):
     return Agent(replace(config, parameterization=how), Corridor(), torch.device("cpu"))
 
 
-def lived(path, actions):
-    """A replay in which the corridor was walked."""
-    player, replay = Player(Corridor()), Replay(path, 100, (SIDE, SIDE))
-    replay.see(player.start())
+def replay_of(path, actions):
+    """A replay buffer with the transitions of these actions in the corridor."""
+    player, replay = Player(Corridor()), ReplayBuffer(path, 100, (SIDE, SIDE))
+    replay.append_frame(player.reset())
     for action in actions:
         step = player.step(action)
-        replay.record(action, min(max(step.reward, -1), 1), step.over or step.life_lost)
-        replay.see(step.frame)
+        replay.append_transition(action, min(max(step.reward, -1), 1), step.over or step.life_lost)
+        replay.append_frame(step.frame)
     return replay
 
 
-def test_targets_by_hand(tmp_path):
-    """right, right, left, left: the two that end a game get their reward alone."""
-    replay = lived(tmp_path / "ring", [1, 1, 0, 0])
+def test_td_targets_by_hand(tmp_path):
+    """right, right, left, left: the targets of the two terminal transitions are their rewards."""
+    replay = replay_of(tmp_path / "ring", [1, 1, 0, 0])
     value_of_cell = torch.tensor([0.0, 5.0, 6.0, 7.0, 0.0])
-    batch = replay.draw(200)
+    batch = replay.sample(200)
     next_q = torch.stack([value_of_cell[cells(batch.next_states)] - 1] * 2, 1)
     next_q[:, 1] += 1
-    aims = td_targets(batch.rewards, batch.terminal, next_q, 0.5)
-    walked = zip(cells(batch.states), batch.actions.tolist(), aims.tolist(), strict=True)
+    targets = td_targets(batch.rewards, batch.terminal, next_q, 0.5)
+    walked = zip(cells(batch.states), batch.actions.tolist(), targets.tolist(), strict=True)
     assert set(walked) == {(2, 1, 3.5), (3, 1, 1.0), (2, 0, 2.5), (1, 0, 0.25)}
 
 
 @ALL
-def test_an_update_is_a_step_on_the_summed_huber_loss(config, tmp_path, how):
+def test_update_is_an_adamax_step_on_the_summed_huber_loss(config, tmp_path, how):
     agent = agent_of(config, how)
-    replay = lived(tmp_path / "ring", [1, 1, 0, 0, 1, 0, 1, 1] * 5)
-    agent.begin(replay.draw(40).states.clone())
-    batch = replay.draw(16)
+    replay = replay_of(tmp_path / "ring", [1, 1, 0, 0, 1, 0, 1, 1] * 5)
+    agent.initialize(replay.sample(40).states.clone())
+    batch = replay.sample(16)
     model = agent.model
     copy = dqn.deepcopy(model)
     with torch.no_grad():
-        aims = (
+        targets = (
             batch.rewards + 0.9 * (1 - batch.terminal) * agent.target(batch.next_states).max(1)[0]
         )
-    errors = copy(batch.states)[range(16), batch.actions] - aims
+    errors = copy(batch.states)[range(16), batch.actions] - targets
     small = errors.abs() < 1
-    assert 0 < small.sum() < 16  # both sides of the clip
+    assert 0 < small.sum() < 16  # on both sides of the threshold
     expected = torch.where(small, errors**2 / 2, errors.abs() - 0.5).sum()
     optimizer = torch.optim.Adamax(copy.parameters(), lr=0.003, betas=(0.5, 0.999))
     expected.backward()
     optimizer.step()
-    assert agent.learn(batch).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert agent.update(batch).item() == pytest.approx(expected.item(), rel=1e-5)
     for ours, theirs in zip(model.parameters(), copy.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
 @ALL
-def test_the_plain_copies_compute_what_the_network_does_in_evaluation(config, tmp_path, how):
+def test_actor_and_target_are_folded_copies_of_the_model_in_evaluation_mode(config, tmp_path, how):
     agent = agent_of(config, how)
-    replay = lived(tmp_path / "ring", [0, 1, 1, 0] * 20)
-    agent.begin(replay.draw(40).states.clone())
+    replay = replay_of(tmp_path / "ring", [0, 1, 1, 0] * 20)
+    agent.initialize(replay.sample(40).states.clone())
     for _ in range(3):
-        agent.learn(replay.draw(16))
-    states = replay.draw(10).states
+        agent.update(replay.sample(16))
+    states = replay.sample(10).states
     expected = agent.model.eval()(states)
     agent.model.train()
-    torch.testing.assert_close(agent.actor(states), expected)  # kept up to date by learning
-    assert not torch.allclose(agent.target(states), expected)  # and this one is not
-    agent.sync()
+    torch.testing.assert_close(agent.actor(states), expected)  # updated by every update
+    assert not torch.allclose(agent.target(states), expected)  # updated by update_target only
+    agent.update_target()
     torch.testing.assert_close(agent.target(states), expected)
     for copy in (agent.actor, agent.target):
         assert not any(is_weight_normed(module) for module in copy.modules())
@@ -168,10 +168,10 @@ def test_the_plain_copies_compute_what_the_network_does_in_evaluation(config, tm
 
 @ALL
 @pytest.mark.parametrize("std", [1.0, 0.01])
-def test_learning_begins_with_the_spread_asked_for(config, tmp_path, how, std):
+def test_initial_action_values_have_the_configured_std(config, tmp_path, how, std):
     agent, seen = agent_of(replace(config, value_std=std), how), []
-    states = lived(tmp_path / "ring", [0, 1, 1, 0, 1, 0, 0] * 12).draw(50).states.clone()
-    agent.begin(states)
+    states = replay_of(tmp_path / "ring", [0, 1, 1, 0, 1, 0, 0] * 12).sample(50).states.clone()
+    agent.initialize(states)
     last = [m for m in agent.model.modules() if isinstance(m, (nn.Linear, nn.BatchNorm1d))][-1]
     last.register_forward_hook(lambda m, i, o: seen.append(o))
     agent.model(states)
@@ -181,54 +181,54 @@ def test_learning_begins_with_the_spread_asked_for(config, tmp_path, how, std):
     )
 
 
-def test_the_steps_at_which_things_happen(config, monkeypatch):
-    """Random play until the start, then updates every 2 and copies to the target every 10 steps."""
-    begun, learned, synced, chances, replays = [], [], [], [], []
+def test_schedule_of_updates_target_copies_and_epsilon(config, monkeypatch):
+    """Random play for 15 steps, then updates every 2 and target copies every 10 steps."""
+    initialized, updated, synced, epsilons, replays = [], [], [], [], []
     now = lambda: replays[0].steps  # noqa: E731
 
-    class Watched(Replay):
+    class LoggedReplay(ReplayBuffer):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             replays.append(self)
 
-    class WatchedAgent(Agent):
-        def begin(self, states):
-            super().begin(states)
-            begun.append((now(), len(states)))
+    class LoggedAgent(Agent):
+        def initialize(self, states):
+            super().initialize(states)
+            initialized.append((now(), len(states)))
 
-        def learn(self, batch):
-            learned.append(now())
-            return super().learn(batch)
+        def update(self, batch):
+            updated.append(now())
+            return super().update(batch)
 
-        def sync(self):
+        def update_target(self):
             synced.append(now())
-            super().sync()
+            super().update_target()
 
-    def watched_choose(actor, state, chance, actions):
-        chances.append(chance)
-        return choose(actor, state, chance, actions)
+    def logged_epsilon_greedy(actor, state, epsilon, actions):
+        epsilons.append(epsilon)
+        return epsilon_greedy(actor, state, epsilon, actions)
 
-    monkeypatch.setattr(dqn, "Replay", Watched)
-    monkeypatch.setattr(dqn, "Agent", WatchedAgent)
-    monkeypatch.setattr(dqn, "choose", watched_choose)
+    monkeypatch.setattr(dqn, "ReplayBuffer", LoggedReplay)
+    monkeypatch.setattr(dqn, "Agent", LoggedAgent)
+    monkeypatch.setattr(dqn, "epsilon_greedy", logged_epsilon_greedy)
     dqn.run(
         replace(config, epochs=1, train_steps=40, replay_start=15, sync_every=10, epsilon_steps=10),
         game=Corridor,
     )
-    assert begun == [(15, 64)]
-    assert learned == list(range(16, 41, 2))
+    assert initialized == [(15, 64)]
+    assert updated == list(range(16, 41, 2))
     assert synced == [15, 20, 30, 40]
-    assert chances[:16] == [1.0] * 16
-    assert chances[16:26] == pytest.approx([0.91 - 0.09 * i for i in range(10)])
-    assert chances[26:] == pytest.approx([0.1] * 14)
+    assert epsilons[:16] == [1.0] * 16
+    assert epsilons[16:26] == pytest.approx([0.91 - 0.09 * i for i in range(10)])
+    assert epsilons[26:] == pytest.approx([0.1] * 14)
 
 
 class Lives(Corridor):
-    """Three steps lose a life, six end the game; each step is worth −5."""
+    """The third step loses a life, the sixth ends the game; each step has reward −5."""
 
-    def start(self):
+    def reset(self):
         self.count = 0
-        return super().start()
+        return super().reset()
 
     def step(self, action):
         self.count += 1
@@ -236,9 +236,9 @@ class Lives(Corridor):
         return Step(frame, -5.0, life_lost=self.count == 3, over=self.count == 6)
 
 
-def test_a_lost_life_ends_an_episode_in_training_only(config, monkeypatch):
+def test_lost_life_is_terminal_in_training_only(config, monkeypatch):
     kept = []
-    monkeypatch.setattr(Replay, "discard", lambda self: kept.append(self))
+    monkeypatch.setattr(ReplayBuffer, "discard", lambda self: kept.append(self))
     record = dqn.run(
         replace(config, epochs=1, train_steps=36, replay_start=12, test_steps=20), game=Lives
     )
@@ -246,61 +246,61 @@ def test_a_lost_life_ends_an_episode_in_training_only(config, monkeypatch):
     assert replay.terminal[:12].tolist() == [0, 0, 1, 0, 0, 1] * 2
     assert set(replay.rewards[:12].tolist()) == {-1.0}  # clipped
     assert record.metrics[0]["score"] == -30.0  # not clipped, and over all lives
-    assert record.metrics[0]["games"] == 3  # the fourth was not played to its end
+    assert record.metrics[0]["games"] == 3  # the fourth is not finished
     assert record.result["random_score"] == -30.0
 
 
-def test_an_unfinished_game_counts_only_if_there_is_no_other():
-    tester = episodes.Tester(Lives())
-    tester.begin()
+def test_unfinished_game_is_scored_only_if_there_is_no_finished_one():
+    evaluator = episodes.Evaluator(Lives())
+    evaluator.start()
     actor = nn.Sequential(nn.Flatten(), nn.Linear(4 * SIDE * SIDE, 2))
     for _ in range(5):
-        tester.play(actor, 1.0)
-    assert (tester.games, tester.score) == (0, -25.0)
+        evaluator.play_step(actor, 1.0)
+    assert (evaluator.games, evaluator.score) == (0, -25.0)
     for _ in range(3):
-        tester.play(actor, 1.0)
-    assert (tester.games, tester.score) == (1, -30.0)
-    tester.begin()
-    assert (tester.games, tester.score) == (0, 0.0)
+        evaluator.play_step(actor, 1.0)
+    assert (evaluator.games, evaluator.score) == (1, -30.0)
+    evaluator.start()
+    assert (evaluator.games, evaluator.score) == (0, 0.0)
 
 
-def test_the_testers_state_is_the_games_last_four_frames():
-    tester = episodes.Tester(Lives())
-    tester.begin()
+def test_evaluators_state_is_the_last_four_frames_of_the_game():
+    evaluator = episodes.Evaluator(Lives())
+    evaluator.start()
     actor = nn.Sequential(nn.Flatten(), nn.Linear(4 * SIDE * SIDE, 2))
-    seen = [tester.frames[0, :, 0, 20].tolist()]
+    seen = [evaluator.frames[0, :, 0, 20].tolist()]
     for _ in range(7):
-        tester.play(actor, 1.0)
-        seen.append(tester.frames[0, :, 0, 20].tolist())
+        evaluator.play_step(actor, 1.0)
+        seen.append(evaluator.frames[0, :, 0, 20].tolist())
     assert seen[:6] == [
         [0, 0, 0, 255], [0, 0, 255, 1], [0, 255, 1, 2], [255, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]
     ]  # fmt: skip
     assert seen[6:] == [[0, 0, 0, 255], [0, 0, 255, 1]]
 
 
-def test_epsilon_falls_in_a_straight_line():
+def test_epsilon_falls_linearly():
     paper = dqn.PAPER
     assert epsilon(paper, 0) == epsilon(paper, 50_000) == 1
     assert epsilon(paper, 550_000) == pytest.approx(0.55)
     assert epsilon(paper, 1_050_000) == epsilon(paper, 9_000_000) == pytest.approx(0.1)
 
 
-def test_a_random_action_is_any_and_a_greedy_one_the_best():
+def test_epsilon_greedy_probabilities():
     values = torch.tensor([[0.0, 3.0, 1.0]])
     actor = nn.Linear(1, 3)
     nn.init.zeros_(actor.weight)
     with torch.no_grad():
         actor.bias.copy_(values[0])
     state = lambda: torch.zeros(1, 1)  # noqa: E731
-    assert {choose(actor, state, 0.0, 3) for _ in range(20)} == {1}
-    drawn = torch.bincount(torch.tensor([choose(actor, state, 0.5, 3) for _ in range(600)]))
+    assert {epsilon_greedy(actor, state, 0.0, 3) for _ in range(20)} == {1}
+    drawn = torch.bincount(torch.tensor([epsilon_greedy(actor, state, 0.5, 3) for _ in range(600)]))
     assert (drawn / 600).tolist() == pytest.approx([1 / 6, 4 / 6, 1 / 6], abs=0.06)
 
 
 # — settings —
 
 
-def test_the_presets_keep_the_papers_settings():
+def test_presets_have_the_papers_settings():
     paper = dqn.PRESETS["paper"]
     assert (paper.epochs, paper.train_steps, paper.test_steps) == (200, 250_000, 125_000)
     assert (paper.replay_size, paper.replay_start) == (1_000_000, 50_000)
@@ -313,12 +313,12 @@ def test_the_presets_keep_the_papers_settings():
         assert all(getattr(preset, field) == getattr(paper, field) for field in same)
     rates = {str(how): rate for how, rate in dqn.LEARNING_RATES["paper"].items()}
     assert rates == {"standard": 0.0001, "weight-norm": 0.0003, "batch-norm": 0.0003}
-    grid = {0.0001: 0.0003, 0.0003: 0.001}  # a step further, where there are fewer updates
+    grid = {0.0001: 0.0003, 0.0003: 0.001}  # the next higher rate, with fewer updates
     for preset in ("cpu", "demo"):
         assert {how: grid[rates[str(how)]] for how in dqn.COMPARED} == dqn.LEARNING_RATES[preset]
 
 
-def test_a_game_has_a_folder_of_its_own():
+def test_folder_names_the_game():
     config = replace(dqn.PRESETS["cpu"], game="pong", seed=3)
     where = folder("dqn", config, dqn.PRESETS)
     assert where == Path("runs/dqn/cpu/pong/weight-norm/lr-0.0003/seed-3")
@@ -343,7 +343,7 @@ def test_a_game_has_a_folder_of_its_own():
         ("parameterization", dqn.Parameterization.MEAN_ONLY_BATCH_NORM),
     ],
 )
-def test_impossible_values_are_refused(field, value):
+def test_out_of_range_values_are_refused(field, value):
     with pytest.raises(ConfigError, match=rf"{field.replace('_', '-')} is {value}; expected"):
         replace(dqn.PAPER, **{field: value})
 
@@ -352,12 +352,12 @@ def test_impossible_values_are_refused(field, value):
     ("game", "near"),
     [("space-invader", "space-invaders"), ("SpaceInvaders", "space-invaders"), ("pang", "pong")],
 )
-def test_an_unknown_game_is_answered_with_the_nearest(game, near):
+def test_unknown_game_is_refused_with_the_nearest_names(game, near):
     with pytest.raises(ConfigError, match=rf"game is {game}; expected one of ale-py's: .*{near}"):
         replace(dqn.PAPER, game=game)
 
 
 def test_batches_move_to_a_device(tmp_path):
-    batch = lived(tmp_path / "ring", [1, 1]).draw(3).to(torch.device("meta"))
+    batch = replay_of(tmp_path / "ring", [1, 1]).sample(3).to(torch.device("meta"))
     assert isinstance(batch, Batch)
     assert all(x.device.type == "meta" for x in vars(batch).values())

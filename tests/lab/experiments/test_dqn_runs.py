@@ -1,4 +1,4 @@
-"""Experiment 4 through the real command line, on a real game: killed, stopped, swept, reported."""
+"""DQN through the command line, on a real game: kill and resume, interrupt, sweep, report."""
 
 import random
 import signal
@@ -21,7 +21,7 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The same run, never disturbed."""
+    """The same run, uninterrupted."""
     runs = tmp_path_factory.mktemp("reference")
     code, out, err = weightnorm(*TINY, "--runs", runs)
     assert code == 0, err
@@ -29,7 +29,7 @@ def reference(tmp_path_factory):
     return runs
 
 
-def test_a_run_leaves_its_record(reference):
+def test_run_writes_its_record(reference):
     record = load_record(run_folder(reference))
     assert record.folder.relative_to(reference).parts[2:] == (
         "breakout", "weight-norm", "lr-0.001", "seed-1"
@@ -40,8 +40,8 @@ def test_a_run_leaves_its_record(reference):
     assert not list(record.folder.glob("replay*"))
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, reference):
-    """In learning and in testing: the replay, the games and all chances go on where they were."""
+def test_resume_after_kill_is_bit_exact(tmp_path, reference):
+    """Killed in training or evaluation: replay buffer, games and random states are restored."""
     chance = random.Random(1)
     command = (*TINY, "--runs", tmp_path, "--checkpoint-seconds", 0.02)
     kills, steps = 0, set()
@@ -53,7 +53,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, reference
             process.kill()
         finally:
             process.communicate()
-        if process.returncode == 0:  # it was quicker
+        if process.returncode == 0:  # it finished first
             break
         kills += 1
         state = torch.load(run_folder(tmp_path) / "checkpoint.pt", weights_only=True)
@@ -63,15 +63,15 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, reference
     assert same(outcome(tmp_path), outcome(reference)), steps
 
 
-def test_stopped_while_it_is_tested_it_saves(tmp_path, reference):
+def test_interrupt_during_evaluation_saves_a_checkpoint(tmp_path, reference):
     command = (*TINY, "--runs", tmp_path, "--checkpoint-seconds", 0)
     process = started(*command)
 
-    def testing():
+    def evaluating():
         files = list(tmp_path.rglob("checkpoint-previous.pt"))
         return files and torch.load(files[0], weights_only=True)["step"] > 200
 
-    wait_for(lambda: process.poll() is not None or testing())
+    wait_for(lambda: process.poll() is not None or evaluating())
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
@@ -82,7 +82,7 @@ def test_stopped_while_it_is_tested_it_saves(tmp_path, reference):
     assert same(outcome(tmp_path), outcome(reference))
 
 
-def test_a_sweep_over_games_and_its_report(tmp_path, capsys):
+def test_sweep_over_games_and_report(tmp_path, capsys):
     settings = [str(word) for word in TINY[4:] if word not in ("--game", "breakout")]
     grid = ["--games", "breakout", "enduro", "--parameterizations", "standard"]
     where = ["--preset", "demo", "--runs", str(tmp_path / "runs")]
@@ -102,12 +102,12 @@ def test_a_sweep_over_games_and_its_report(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["sweep", "dqn", "--games", "pong", "brakeout"], "breakout"),
         (["sweep", "dqn", "--game", "pong"], "a grid takes --games"),
     ],
 )
-def test_usage_errors_name_the_nearest(words, says, capsys):
+def test_usage_errors_name_the_nearest_word(words, message, capsys):
     assert main.main(words) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err

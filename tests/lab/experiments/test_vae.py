@@ -1,5 +1,4 @@
-"""Experiment 2 without processes: its presets, data, objective and average, and a run on CIFAR-10
-made up here."""
+"""The VAE experiment: presets, data, objective, parameter average, a run on synthetic images."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from weightnorm.lab.data import cifar10
 from weightnorm.lab.data.labelled import Labelled
 from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.experiments import vae
-from weightnorm.lab.models.vae import Terms
+from weightnorm.lab.models.vae import ElboTerms
 from weightnorm.lab.runs.config import folder
 from weightnorm.lab.runs.ranks import Ranks
 from weightnorm.lab.sweeps.grid import flags
@@ -31,7 +30,7 @@ def parsed(*words):
 # — settings —
 
 
-def test_the_presets_keep_the_papers_settings():
+def test_presets_have_the_papers_settings():
     paper = vae.PRESETS["paper"]
     assert (paper.learning_rate, paper.batch_size, paper.average_epochs) == (0.002, 100, 10)
     assert (paper.data, paper.posterior, paper.flow_steps, paper.latents) == ("mnist", "iaf", 2, 32)
@@ -46,7 +45,7 @@ def test_the_presets_keep_the_papers_settings():
     assert set(vae.SIZES) == set(vae.PRESETS)
 
 
-def test_a_preset_has_its_own_settings_for_cifar10():
+def test_presets_have_their_own_settings_for_cifar10():
     assert parsed() == vae.PRESETS["cpu"]
     assert parsed("--data", "cifar10") == vae.PRESETS["cpu cifar10"]
     assert parsed("--preset=paper", "--data=cifar10") == vae.PRESETS["paper cifar10"]
@@ -57,12 +56,12 @@ def test_a_preset_has_its_own_settings_for_cifar10():
 
 @pytest.mark.parametrize("preset", vae.PRESETS.values(), ids=vae.PRESETS)
 @pytest.mark.parametrize("changes", [{}, {"depth": 1, "posterior": "diagonal"}], ids=["", "more"])
-def test_the_command_of_a_sweep_means_the_same_config(preset, changes):
+def test_flags_of_a_sweep_round_trip(preset, changes):
     config = replace(preset, parameterization=Parameterization.STANDARD, **changes)
     assert parsed(*flags(config, preset)) == config
 
 
-def test_folders_name_the_data():
+def test_folder_names_the_data():
     where = folder("vae", vae.PRESETS["cpu cifar10"], vae.PRESETS)
     assert str(where) == "runs/vae/cpu/cifar10/weight-norm/lr-0.002/seed-1"
     where = folder("vae", replace(vae.PRESETS["cpu"], posterior="diagonal"), vae.PRESETS)
@@ -87,35 +86,35 @@ def test_folders_name_the_data():
         ("learning_rate", 0.0),
     ],
 )
-def test_impossible_values_are_refused(field, value):
+def test_out_of_range_values_are_refused(field, value):
     with pytest.raises(ConfigError, match=rf"{field.replace('_', '-')} is {value}; expected"):
         replace(vae.PAPER, **{field: value})
 
 
 @pytest.mark.parametrize("how", sorted(set(Parameterization) - set(vae.COMPARED)))
-def test_what_the_paper_does_not_compare_is_refused(how):
+def test_other_parameterizations_are_refused(how):
     with pytest.raises(ConfigError, match=f"is {how}; expected standard or weight-norm"):
         replace(vae.PAPER, parameterization=how)
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["--parameterization", "batch-norm"], "expected standard or weight-norm"),
         (["--data", "cifr10"], "did you mean --data cifar10?"),
     ],
 )
-def test_the_command_line_refuses_with_words(words, says, capsys):
+def test_command_line_refuses_with_a_message(words, message, capsys):
     with pytest.raises(SystemExit) as stop:
         main.main(["run", "vae", *words])
     assert stop.value.code == 2
-    assert says in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 # — data —
 
 
-def test_training_sees_new_pixels_at_every_use_and_testing_the_same_in_all_runs():
+def test_training_pixels_are_resampled_and_test_pixels_are_fixed():
     train, test = vae.load(DEMO)
     assert train.dtype == torch.uint8
     assert train.shape[1:] == test.shape[1:] == (1, 16, 16)
@@ -123,9 +122,9 @@ def test_training_sees_new_pixels_at_every_use_and_testing_the_same_in_all_runs(
     torch.manual_seed(5)
     assert torch.equal(test, vae.load(DEMO)[1])
     some = train[:100]
-    first, second = (vae.observe(some, DEMO) for _ in range(2))
+    first, second = (vae.to_input(some, DEMO) for _ in range(2))
     assert not torch.equal(first, second)
-    often = torch.stack([vae.observe(some, DEMO) for _ in range(200)]).mean()
+    often = torch.stack([vae.to_input(some, DEMO) for _ in range(200)]).mean()
     assert often.item() == pytest.approx(some.float().mean().item() / 255, abs=0.003)
     assert len(vae.load(replace(DEMO, limit=50))[0]) == 50
 
@@ -134,14 +133,14 @@ def test_training_sees_new_pixels_at_every_use_and_testing_the_same_in_all_runs(
 
 
 def terms(kl):
-    return Terms(torch.zeros(len(kl), requires_grad=True), kl)
+    return ElboTerms(torch.zeros(len(kl), requires_grad=True), kl)
 
 
 def run_of(batch):
     return SimpleNamespace(batch=batch, ranks=Ranks())
 
 
-def test_free_bits_do_not_charge_what_is_below_them():
+def test_channels_below_free_bits_have_no_gradient():
     kl = torch.tensor([[[0.1, 0.9]], [[0.3, 0.5]]], requires_grad=True)  # means 0.2 and 0.7
     vae.objective(terms(kl), 0.25, run_of(2)).backward()
     assert kl.grad.tolist() == [[[0.0, 0.5]], [[0.0, 0.5]]]
@@ -150,14 +149,14 @@ def test_free_bits_do_not_charge_what_is_below_them():
     assert torch.equal(kl.grad, clamped.grad)
 
 
-def test_without_free_bits_the_objective_is_the_bound():
+def test_objective_without_free_bits_is_the_negative_elbo():
     kl = torch.tensor([[[-0.1, 0.9]], [[-0.3, 0.5]]], requires_grad=True)
     got = terms(kl)
     loss = vae.objective(got, 0.0, run_of(2))
     assert loss.item() == pytest.approx(-got.elbo.mean().item())
 
 
-def test_the_average_forgets_its_start_and_then_has_the_papers_decay():
+def test_decay_of_the_average_warms_up_to_the_papers():
     update = vae.moving_average(steps=6000)
 
     def decay(count):
@@ -170,7 +169,7 @@ def test_the_average_forgets_its_start_and_then_has_the_papers_decay():
     assert decay(100_000) == pytest.approx(1 - 1 / 6000)
 
 
-def test_averaged_v_and_g_make_a_model():
+def test_averaged_model_has_averaged_v_and_g():
     """See Note [averaging v and g]."""
     config = replace(DEMO, width=0.1, latents=4)
     model = vae.build(config, 16)
@@ -208,8 +207,8 @@ def test_averaged_v_and_g_make_a_model():
 
 
 @pytest.fixture
-def made_up_cifar10(monkeypatch):
-    """Forty blurs in place of CIFAR-10."""
+def synthetic_cifar10(monkeypatch):
+    """Forty synthetic images in place of CIFAR-10."""
     generator = torch.Generator().manual_seed(1)
     small = torch.rand(40, 3, 4, 4, generator=generator)
     images = (torch.nn.functional.interpolate(small, scale_factor=8.0) * 255).to(torch.uint8)
@@ -219,7 +218,7 @@ def made_up_cifar10(monkeypatch):
 
 
 @pytest.mark.parametrize("how", vae.COMPARED)
-def test_a_run_on_cifar10(made_up_cifar10, tmp_path, how):
+def test_run_on_cifar10(synthetic_cifar10, tmp_path, how):
     config = replace(
         vae.PRESETS["cpu cifar10"],
         parameterization=how,

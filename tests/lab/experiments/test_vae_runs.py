@@ -1,4 +1,4 @@
-"""Experiment 2 through the real command line: killed, spread over ranks, reported."""
+"""The VAE experiment through the command line: kill and resume, several ranks, report."""
 
 import random
 import time
@@ -9,7 +9,7 @@ import torch
 from commands import outcome, run_folder, same, spread, started, wait_for, weightnorm
 from ranks import on_ranks
 from weightnorm.lab.experiments import vae
-from weightnorm.lab.models.vae import Terms
+from weightnorm.lab.models.vae import ElboTerms
 from weightnorm.lab.runs.ranks import Ranks
 from weightnorm.lab.runs.records import load_record
 
@@ -23,7 +23,7 @@ def tiny(runs, *more):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The same run, never disturbed."""
+    """The same run, uninterrupted."""
     runs = tmp_path_factory.mktemp("reference")
     code, out, err = weightnorm(*tiny(runs))
     assert code == 0, err
@@ -31,7 +31,7 @@ def reference(tmp_path_factory):
     return runs
 
 
-def test_a_run_leaves_its_record(reference):
+def test_run_writes_its_record(reference):
     folder = run_folder(reference)
     assert folder.relative_to(reference).parts[2:4] == ("digits", "weight-norm")
     record = load_record(folder)
@@ -43,8 +43,8 @@ def test_a_run_leaves_its_record(reference):
     assert (folder / "pictures.npz").stat().st_size < 300_000
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, reference):
-    """Parameters, their average, the optimizer, every random draw, and the pictures."""
+def test_resume_after_kill_is_bit_exact(tmp_path, reference):
+    """Parameters, their average, the optimizer, the metrics and the stored images."""
     chance = random.Random(1)
     command = tiny(tmp_path, "--checkpoint-seconds", 0)
     kills = 0
@@ -56,17 +56,17 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, reference
             process.kill()
         finally:
             process.communicate()
-        if process.returncode == 0:  # it was quicker
+        if process.returncode == 0:  # it finished first
             break
         kills += 1
     assert kills
     assert weightnorm(*command)[0] == 0
-    ends = outcome(tmp_path)
-    assert {"model", "average", "optimizer"} == set(ends[2])
-    assert same(ends, outcome(reference))
+    final = outcome(tmp_path)
+    assert {"model", "average", "optimizer"} == set(final[2])
+    assert same(final, outcome(reference))
 
 
-def test_it_is_reported(reference, tmp_path):
+def test_report_shows_curves_and_images(reference, tmp_path):
     code, _, err = weightnorm("report", reference, "--out", tmp_path)
     assert code == 0, err
     page = (tmp_path / "index.html").read_text()
@@ -77,30 +77,30 @@ def test_it_is_reported(reference, tmp_path):
         assert file.suffix == ".png"
 
 
-def test_two_ranks_learn_as_one_process_does(tmp_path, reference):
-    """Their noise is their own, so the numbers are near, not equal."""
+def test_two_ranks_train_like_one_process(tmp_path, reference):
+    """Ranks draw their own noise, so the metrics are close, not equal."""
     spread(2, *tiny(tmp_path))
-    together = load_record(run_folder(tmp_path))
-    assert together.environment["ranks"] == 2
-    alone = load_record(run_folder(reference)).column("test_negative_elbo")
-    assert together.column("test_negative_elbo") == pytest.approx(alone, rel=0.05)
+    two_ranks = load_record(run_folder(tmp_path))
+    assert two_ranks.environment["ranks"] == 2
+    one_process = load_record(run_folder(reference)).column("test_negative_elbo")
+    assert two_ranks.column("test_negative_elbo") == pytest.approx(one_process, rel=0.05)
 
 
 KL = torch.tensor([[0.1, 0.9], [0.5, 0.5], [0.0, 0.0], [0.2, 0.4]]).unsqueeze(1)
 """Means 0.2 and 0.45; over the first half 0.3 and 0.7, over the second 0.1 and 0.2."""
 
 
-def half_of_the_gradient(rank):
-    class Here:
+def gradient_of_half(rank):
+    class Context:
         batch, ranks = 4, Ranks(rank, 2)
 
     kl = KL.chunk(2)[rank].clone().requires_grad_()
-    vae.objective(Terms(torch.zeros(2, requires_grad=True), kl), 0.25, Here).backward()
+    vae.objective(ElboTerms(torch.zeros(2, requires_grad=True), kl), 0.25, Context).backward()
     return kl.grad
 
 
-def test_free_bits_are_of_the_batch_of_all_ranks():
-    gradient = torch.cat(on_ranks(2, half_of_the_gradient))
+def test_free_bits_apply_to_the_mean_over_all_ranks():
+    gradient = torch.cat(on_ranks(2, gradient_of_half))
     whole = KL.clone().requires_grad_()
     whole.mean(0).clamp_min(0.25).sum().backward()
     assert torch.equal(gradient, whole.grad)

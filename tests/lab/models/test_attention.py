@@ -1,4 +1,4 @@
-"""The grid of filters against the definition, number by number."""
+"""DRAW's attention against its definition, element by element."""
 
 import math
 
@@ -8,9 +8,9 @@ import torch
 from weightnorm.lab.models.attention import Attention
 
 
-def slow_filters(numbers, size, side):
+def slow_filters(parameters, size, side):
     """F_y and F_x of one image, from the definition."""
-    p_y, p_x, log_delta, log_variance, _ = numbers
+    p_y, p_x, log_delta, log_variance, _ = parameters
     stride = (side - 1) / (size - 1) * math.exp(log_delta)
     found = []
     for p in (p_y, p_x):
@@ -31,30 +31,30 @@ def attention(size, side):
 
 
 @pytest.mark.parametrize(("size", "side"), [(2, 28), (5, 28), (3, 8), (12, 4)])
-def test_reading_and_writing_are_the_definition(size, side):
-    numbers = torch.randn(6, 5, dtype=torch.float64)
+def test_read_and_write_match_the_definition(size, side):
+    parameters = torch.randn(6, 5, dtype=torch.float64)
     images = [torch.randn(6, side**2, dtype=torch.float64) for _ in range(2)]
     patch = torch.randn(6, size**2, dtype=torch.float64)
     grid = attention(size, side)
-    read = grid.read(tuple(images), grid.window(numbers))
-    written = grid.write(patch, grid.window(numbers))
-    for k, row in enumerate(numbers.tolist()):
+    read = grid.read(tuple(images), grid.window(parameters))
+    written = grid.write(patch, grid.window(parameters))
+    for k, row in enumerate(parameters.tolist()):
         y, x = slow_filters(row, size, side)
         gamma = math.exp(row[4])
         seen = [gamma * y @ image[k].view(side, side) @ x.T for image in images]
         torch.testing.assert_close(read[k], torch.cat([patch.flatten() for patch in seen]))
-        painted = y.T @ patch[k].view(size, size) @ x / gamma
-        torch.testing.assert_close(written[k], painted.flatten())
+        written_patch = y.T @ patch[k].view(size, size) @ x / gamma
+        torch.testing.assert_close(written[k], written_patch.flatten())
 
 
 def middle(side, **logs):
-    """Numbers that centre the grid on the image."""
+    """Parameters that centre the grid on the image."""
     p = (side - 1) / side - 1
     rest = {"delta": 0.0, "variance": 0.0, "gamma": 0.0} | logs
     return torch.tensor([[p, p, *rest.values()]], dtype=torch.float64)
 
 
-def test_a_grid_as_large_as_the_image_gives_it_back():
+def test_grid_as_large_as_the_image_reproduces_it():
     image = torch.rand(1, 28 * 28, dtype=torch.float64)
     grid = attention(28, 28)
     window = grid.window(middle(28, variance=-6.0, gamma=1.5))
@@ -62,7 +62,7 @@ def test_a_grid_as_large_as_the_image_gives_it_back():
     torch.testing.assert_close(back, image, atol=1e-3, rtol=0)
 
 
-def test_a_filter_outside_of_the_image_reads_nothing():
+def test_filter_outside_of_the_image_reads_zero():
     grid = attention(2, 8)
     far = torch.tensor([[40.0, 0.0, -3.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
     seen = grid.read((torch.ones(1, 64, dtype=torch.float64),), grid.window(far))
@@ -71,7 +71,7 @@ def test_a_filter_outside_of_the_image_reads_nothing():
     assert far.grad.isfinite().all()
 
 
-def test_the_window_is_in_pixels():
+def test_window_is_in_pixels():
     centre, stride, precision, gamma = attention(5, 28).window(
         torch.tensor([[0.0, 0.5, math.log(0.5), math.log(4.0), math.log(3.0)]])
     )

@@ -1,4 +1,4 @@
-"""The paper's network: its layers, its counts, its shapes."""
+"""ConvPool-CNN-C: layers, parameter counts, shapes."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ def build(how="standard", **options):
     return ConvPoolCNN(partial(parameterize, how=how), **options)
 
 
-def test_the_papers_counts():
+def test_parameter_counts_are_the_papers():
     sizes = {True: 0, False: 0}
     for name, p in build().named_parameters():
         sizes[name.endswith("weight")] += p.numel()
@@ -24,7 +24,7 @@ def test_the_papers_counts():
     assert normed == 1_405_344 + 1_450 + 1_450
 
 
-def test_the_papers_table():
+def test_layer_shapes_are_the_papers():
     shapes = []
     model = build(width=0.125)
     for module in model:
@@ -43,20 +43,20 @@ def test_the_papers_table():
 
 
 @pytest.mark.parametrize("how", Parameterization)
-def test_every_parameterization_trains(how):
+def test_every_parameterization_has_finite_gradients(how):
     model = build(how, width=0.05, channels=1)
     model(torch.randn(4, 1, 16, 16)).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_weights_start_at_std_005():
+def test_initial_weights_have_std_005():
     model = build()
     stds = [m.weight.std().item() for m in model if isinstance(m, (nn.Conv2d, nn.Linear))]
     assert len(stds) == 10
     assert all(0.045 < std < 0.055 for std in stds)
 
 
-def test_noise_is_for_training():
+def test_noise_is_added_in_training_only():
     noise, x = GaussianNoise(0.15), torch.zeros(1000)
     assert noise(x).std().item() == pytest.approx(0.15, rel=0.1)
     assert torch.equal(noise.eval()(x), x)

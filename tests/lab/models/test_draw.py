@@ -1,4 +1,4 @@
-"""DRAW against torch's own parts, against itself written layer by layer, and its gradients."""
+"""DRAW against torch's LSTM, against a layer-by-layer implementation, and its gradients."""
 
 import pytest
 import torch
@@ -8,16 +8,22 @@ from torch.func import functional_call
 
 from weightnorm import kernels, normalized_weights, weight_norm_model
 from weightnorm.lab.benchmarks.cases.draw_step import LayerByLayer
-from weightnorm.lab.models.draw import DRAW, Cell, PeepholeLSTM, kl_from_standard_normal, lstm
+from weightnorm.lab.models.draw import (
+    DRAW,
+    LSTMState,
+    PeepholeLSTM,
+    kl_from_standard_normal,
+    lstm_step,
+)
 
 SMALL = {"side": 6, "hidden": 5, "latent": 3, "write_size": 3}
 
 
-def build(kind=DRAW, *, normalize=False, awake=False, **options):
-    """A small network; awake, its weights are large enough for every part of it to matter."""
+def build(kind=DRAW, *, normalize=False, large_weights=False, **options):
+    """A small network; with large weights every part of it affects the output."""
     torch.manual_seed(0)
     model = kind(**(SMALL | options)).double()
-    if awake:
+    if large_weights:
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(0.4 * torch.randn_like(p))
@@ -31,7 +37,7 @@ def data(batch=4, steps=7, side=6, latent=3):
     return x, torch.randn(steps, batch, latent, dtype=torch.float64)
 
 
-def test_the_implementations_sizes_and_start():
+def test_sizes_and_initialization_are_the_implementations():
     model = DRAW()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     weights = {name: shape for name, shape in shapes.items() if name.endswith("weight")}
@@ -54,28 +60,28 @@ def test_the_implementations_sizes_and_start():
     assert DRAW(attention=False).encoder.input.weight.shape == (1024, 2 * 784 + 256)
 
 
-def test_with_closed_peepholes_the_lstm_is_torchs():
+def test_lstm_without_peepholes_matches_torch():
     ours, torchs = PeepholeLSTM(4, 3), nn.LSTMCell(4, 3)
     nn.init.zeros_(ours.peepholes)
     with torch.no_grad():
         ours.input.weight.copy_(torchs.weight_ih)
         ours.recurrent.weight.copy_(torchs.weight_hh)
         ours.input.bias.copy_(torchs.bias_ih + torchs.bias_hh)
-    cell = Cell(*torch.zeros(2, 5, 3))
+    cell = LSTMState(*torch.zeros(2, 5, 3))
     h, c = cell
     for x in torch.randn(6, 5, 4):
-        cell, (h, c) = lstm(ours.weights(), cell, x[:, :1], x[:, 1:]), torchs(x, (h, c))
-        torch.testing.assert_close(cell, Cell(h, c))
+        cell, (h, c) = lstm_step(ours.weights(), cell, x[:, :1], x[:, 1:]), torchs(x, (h, c))
+        torch.testing.assert_close(cell, LSTMState(h, c))
 
 
-def test_peepholes_show_each_gate_its_own_cell():
+def test_peepholes_match_the_definition():
     ours = PeepholeLSTM(1, 2)
     for p in ours.parameters():
         nn.init.normal_(p)
-    cell = Cell(torch.zeros(1, 2), torch.randn(1, 2))
+    cell = LSTMState(torch.zeros(1, 2), torch.randn(1, 2))
     with torch.no_grad():
         t = ours.input(torch.ones(1, 1)).view(4, 2)
-        h, c = lstm(ours.weights(), cell, torch.ones(1, 1))
+        h, c = lstm_step(ours.weights(), cell, torch.ones(1, 1))
         for k in range(2):
             before, (p_i, p_f, p_o) = cell.c[0, k], ours.peepholes[:, k]
             i, f = torch.sigmoid(t[0, k] + p_i * before), torch.sigmoid(t[1, k] + p_f * before)
@@ -85,15 +91,15 @@ def test_peepholes_show_each_gate_its_own_cell():
             assert h[0, k].item() == pytest.approx((o * torch.tanh(after)).item())
 
 
-def test_the_kl_is_torchs():
+def test_kl_matches_torch():
     mean, log_sigma = torch.randn(2, 3, 4, 5)
     expected = kl_divergence(Normal(mean, log_sigma.exp()), Normal(0, 1))
     torch.testing.assert_close(kl_from_standard_normal(mean, log_sigma), expected)
 
 
-def test_one_product_for_many_layers_is_each_layer_in_turn():
+def test_matches_the_layer_by_layer_implementation():
     x, noise = data()
-    ours, plain = build(awake=True), build(LayerByLayer, awake=True)
+    ours, plain = build(large_weights=True), build(LayerByLayer, large_weights=True)
     bounds = [model(x, noise) for model in (ours, plain)]
     torch.testing.assert_close(*bounds)
     for bound in bounds:
@@ -106,7 +112,7 @@ def test_one_product_for_many_layers_is_each_layer_in_turn():
 @pytest.mark.parametrize(("attention", "normalize"), [(True, False), (True, True), (False, False)])
 def test_gradients_through_64_steps_match_finite_differences(attention, normalize):
     options = {"side": 4, "hidden": 2, "latent": 2, "write_size": 2, "attention": attention}
-    model = build(normalize=normalize, awake=True, **options)
+    model = build(normalize=normalize, large_weights=True, **options)
     x, noise = data(batch=2, steps=64, side=4, latent=2)
     names = [name for name, _ in model.named_parameters()]
 
@@ -119,7 +125,7 @@ def test_gradients_through_64_steps_match_finite_differences(attention, normaliz
 
 
 @pytest.mark.parametrize("attention", [True, False])
-def test_normalizing_every_matrix_changes_nothing_at_the_start(attention):
+def test_weight_norm_of_every_matrix_preserves_the_initial_function(attention):
     x, noise = data()
     standard, normed = (build(normalize=n, attention=attention) for n in (False, True))
     torch.testing.assert_close(standard(x, noise), normed(x, noise))
@@ -156,10 +162,10 @@ def test_each_weight_is_computed_once_per_sequence(monkeypatch):
     assert is_once()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks weights that are no leaves
-def test_a_compiled_step_is_the_step():
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads .grad of non-leaf weights
+def test_compiled_step_has_the_same_gradients():
     x, noise = data(steps=3)
-    plain, compiled = (build(normalize=True, awake=True) for _ in range(2))
+    plain, compiled = (build(normalize=True, large_weights=True) for _ in range(2))
     compiled.compile(backend="aot_eager", fullgraph=True)
     for model in (plain, compiled):
         model(x, noise).negative_elbo.sum().backward()
@@ -170,8 +176,8 @@ def test_a_compiled_step_is_the_step():
 
 
 @pytest.mark.parametrize("attention", [True, False])
-def test_drawings_grow_step_by_step_where_the_box_is(attention):
-    model = build(awake=True, attention=attention)
+def test_generated_canvases_and_boxes_of_every_step(attention):
+    model = build(large_weights=True, attention=attention)
     noise = torch.randn(5, 3, 3, dtype=torch.float64)
     canvases, boxes = model.generate(noise)
     assert canvases.shape == (5, 3, 6, 6)
@@ -179,8 +185,8 @@ def test_drawings_grow_step_by_step_where_the_box_is(attention):
     shorter = model.generate(noise[:2])
     assert torch.equal(shorter.canvases, canvases[:2])
     if attention:
-        state = model.start(3, model.weights())
-        state = model.paint(noise[0], state, model.weights())
+        state = model.initial_state(3, model.weights())
+        state = model.decode(noise[0], state, model.weights())
         window = model.writer.window(model.write_window(state.decoder.h))
         torch.testing.assert_close(boxes[0, :, :2], window.centre)
         torch.testing.assert_close(boxes[0, :, 2:], 2 * window.stride)
@@ -188,10 +194,9 @@ def test_drawings_grow_step_by_step_where_the_box_is(attention):
         assert boxes.unique(dim=0).tolist() == [[[2.5, 2.5, 5.0]] * 3]
 
 
-def test_what_is_read_reaches_the_bound_only_through_latents():
-    """With the noise and the code fixed to the prior's, the image decides nothing but its own
-    likelihood: the decoder cannot see it."""
-    model = build(awake=True)
+def test_decoder_depends_on_the_image_only_through_latents():
+    """With q fixed to the prior the image affects nothing but its own likelihood."""
+    model = build(large_weights=True)
     with torch.no_grad():
         for layer in (model.mean, model.log_sigma):
             nn.init.zeros_(layer.weight)

@@ -1,4 +1,4 @@
-"""The flow: what each element may see, and what that does to the density."""
+"""Inverse autoregressive flow: dependencies between elements, and the density."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from weightnorm.lab.models.iaf import (
     MaskedLinear,
     Posterior,
     degrees,
+    kernel_mask,
     mask_between,
-    spread_over_taps,
 )
 from weightnorm.lab.models.likelihoods import Gaussian
 
@@ -55,7 +55,7 @@ def jacobian(fn, kind):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(("kind", "normalize"), KINDS)
-def test_m_and_s_of_an_element_depend_on_those_before_it_and_no_others(kind, normalize, reverse):
+def test_m_and_s_depend_on_earlier_elements_only(kind, normalize, reverse):
     step, c = posterior(kind, normalize, 2).steps[reverse], context(kind)
     slope, _ = jacobian(lambda z: step(z, c)[1], kind)
     slope = slope.T if reverse else slope
@@ -68,7 +68,7 @@ def test_m_and_s_of_an_element_depend_on_those_before_it_and_no_others(kind, nor
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "normalize"), KINDS)
-def test_log_q_grows_by_the_log_determinant(kind, normalize, steps):
+def test_log_q_increases_by_the_log_determinant(kind, normalize, steps):
     flow, c = posterior(kind, normalize, steps), context(kind)
 
     def forward(z):
@@ -86,7 +86,7 @@ def test_log_q_grows_by_the_log_determinant(kind, normalize, steps):
 
 
 @pytest.mark.parametrize(("kind", "normalize"), KINDS)
-def test_log_q_is_the_density_of_what_is_sampled(kind, normalize):
+def test_log_q_is_the_density_of_the_sample(kind, normalize):
     flow, c = posterior(kind, normalize, 2), context(kind)
     base = Gaussian(*torch.randn(2, 1, *SHAPES[kind], dtype=torch.float64))
     torch.manual_seed(3)
@@ -102,8 +102,8 @@ def test_log_q_is_the_density_of_what_is_sampled(kind, normalize):
     assert log_q.sum().item() == pytest.approx(total.item())
 
 
-def test_the_density_of_a_flow_integrates_to_1():
-    """By quadrature, over the plane that a flow of two elements maps to itself."""
+def test_density_of_a_flow_integrates_to_1():
+    """By quadrature over the plane, for a flow of two elements."""
     flow = Posterior(2, 2, (8,), normalize=True).double()
     for p in flow.parameters():
         nn.init.normal_(p, std=0.5)
@@ -122,38 +122,38 @@ def test_the_density_of_a_flow_integrates_to_1():
     assert mass.item() == pytest.approx(1, abs=0.01)
 
 
-def test_the_context_reaches_every_element_but_the_first():
+def test_context_affects_every_element_but_the_first():
     flow = posterior("vector", True, 1)
     z = torch.randn(1, 5, dtype=torch.float64)
     moved = flow.steps[0](z, context("vector"))[0] - flow.steps[0](z, context("vector"))[0]
     assert (moved[0] != 0).tolist() == [False, True, True, True, True]
 
 
-def test_the_diagonal_is_zero_in_the_last_layer_alone():
+def test_mask_excludes_the_diagonal_in_the_last_layer_only():
     step = AutoregressiveStep(4, (8, 8), MaskedLinear, reverse=False, normalize=True)
-    sees_itself = []
+    diagonals = []
     for layer in step.layers:
         rows, columns = degrees(layer.out_features, 4), degrees(layer.in_features, 4)
         if layer is step.layers[-1]:
             rows = degrees(4, 4).repeat(2)
         same = rows[:, None] == columns[None, :]
-        sees_itself.append(set(layer.mask[same].tolist()))
-    assert sees_itself == [{1.0}, {1.0}, {0.0}]
+        diagonals.append(set(layer.mask[same].tolist()))
+    assert diagonals == [{1.0}, {1.0}, {0.0}]
 
 
-def test_a_kernel_sees_the_pixels_before_this_one():
+def test_kernel_mask_covers_earlier_pixels():
     channels = mask_between(degrees(2, 2), degrees(2, 2), diagonal=True)
-    mask = spread_over_taps(channels, 3)
+    mask = kernel_mask(channels, 3)
     assert mask[0, 0].tolist() == [[1, 1, 1], [1, 1, 0], [0, 0, 0]]
     assert mask[0, 1].tolist() == [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
-    reverse = spread_over_taps(channels.flip(0, 1), 3, reverse=True)
+    reverse = kernel_mask(channels.flip(0, 1), 3, reverse=True)
     assert torch.equal(reverse, mask.flip(0, 1, 2, 3))
 
 
 @pytest.mark.parametrize("masked", [MaskedLinear, MaskedConv2d])
-def test_the_mask_comes_before_the_norm(masked):
+def test_norm_is_that_of_the_masked_weight(masked):
     def with_taps(mask):
-        return masked(mask if masked is MaskedLinear else spread_over_taps(mask, 3))
+        return masked(mask if masked is MaskedLinear else kernel_mask(mask, 3))
 
     step = AutoregressiveStep(4, (8,), with_taps, reverse=False, normalize=True)
     for layer in step.layers:
@@ -166,7 +166,7 @@ def test_the_mask_comes_before_the_norm(masked):
         torch.testing.assert_close(norm, expected)
 
 
-def test_a_posterior_without_steps_is_diagonal_and_its_kl_exact():
+def test_posterior_without_steps_has_an_exact_kl():
     flow, prior = Posterior(0, 3, (), normalize=True), Gaussian(*torch.randn(2, 3))
     base = Gaussian(*torch.randn(2, 40_000, 3)[:, :1].expand(2, 40_000, 3))
     _, exact = flow(base, torch.zeros(0), prior)
@@ -176,7 +176,7 @@ def test_a_posterior_without_steps_is_diagonal_and_its_kl_exact():
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_masked_weights_get_no_gradient(normalize):
+def test_masked_weights_have_no_gradient(normalize):
     step = AutoregressiveStep(4, (8,), MaskedLinear, reverse=True, normalize=normalize)
     z, growth = step(torch.randn(6, 4), torch.randn(6, 8))
     (z.square().sum() + growth.sum()).backward()

@@ -1,4 +1,4 @@
-"""Likelihoods and divergences against torch.distributions and against fifty digits."""
+"""Likelihoods and divergences against torch.distributions and 50-digit arithmetic."""
 
 import itertools
 
@@ -23,14 +23,14 @@ def in_torch(g):
     return Normal(g.mean, g.log_std.exp())
 
 
-def test_gaussians_are_torchs():
+def test_gaussian_matches_torch():
     q, p, z = gaussian(3, 5), gaussian(3, 5), torch.randn(3, 5)
     torch.testing.assert_close(q.log_density(z), in_torch(q).log_prob(z))
     torch.testing.assert_close(gaussian_kl(q, p), kl_divergence(in_torch(q), in_torch(p)))
     assert (gaussian_kl(q, q) == 0).all()
 
 
-def test_a_gaussians_sample_has_its_moments_and_carries_gradients():
+def test_gaussian_samples_have_its_moments_and_gradients():
     mean, log_std = torch.tensor([3.0, -1.0]), torch.tensor([0.5, -2.0])
     z = Gaussian(mean.expand(20_000, 2), log_std.expand(20_000, 2)).sample()
     torch.testing.assert_close(z.mean(0), mean, atol=0.05, rtol=0)
@@ -41,7 +41,7 @@ def test_a_gaussians_sample_has_its_moments_and_carries_gradients():
     assert (moved[1].grad != 0).all()
 
 
-def test_bernoulli_is_torchs_and_survives_great_logits():
+def test_bernoulli_matches_torch_and_is_stable_for_large_logits():
     x, logits = torch.rand(100).round(), 5 * torch.randn(100)
     torch.testing.assert_close(
         bernoulli_log_likelihood(x, logits), Bernoulli(logits=logits).log_prob(x)
@@ -57,13 +57,13 @@ CASES = [*itertools.product(MEANS, LOG_SCALES)]
 
 
 def exact(mean, log_scale):
-    """log of the mass of each of the 256 bins, with fifty digits."""
+    """log-probability of each of the 256 bins, with 50 digits."""
     with mpmath.workdps(50):
         sigma = lambda x: 1 / (1 + mpmath.exp(-x))  # noqa: E731
         edges = [
             (mpmath.mpf(p) / 256 - mpmath.mpf(mean)) / mpmath.exp(log_scale) for p in range(1, 256)
         ]
-        # From whichever side is the nearer to 0, so that even 10⁻¹⁰⁰⁰⁰⁰⁰ keeps its digits.
+        # From the tail nearer to 0, so that even 10⁻¹⁰⁰⁰⁰⁰⁰ keeps its digits.
         lows, highs = [-mpmath.inf, *edges], [*edges, mpmath.inf]
         masses = [
             sigma(-a) - sigma(-b) if a > 0 else sigma(b) - sigma(a)
@@ -73,7 +73,7 @@ def exact(mean, log_scale):
 
 
 @pytest.mark.parametrize(("mean", "log_scale"), CASES)
-def test_the_discretized_logistic_is_exact_in_all_256_bins(mean, log_scale):
+def test_discretized_logistic_is_exact_in_all_256_bins(mean, log_scale):
     mean, log_scale = torch.tensor(mean), torch.tensor(log_scale)
     got = discretized_logistic_log_likelihood(PIXELS, mean, log_scale)
     expected = exact(mean.item(), log_scale.item())
@@ -84,7 +84,7 @@ def test_the_discretized_logistic_is_exact_in_all_256_bins(mean, log_scale):
 
 
 @pytest.mark.parametrize(("mean", "log_scale"), CASES)
-def test_the_discretized_logistic_sums_to_1(mean, log_scale):
+def test_discretized_logistic_sums_to_1(mean, log_scale):
     log_mass = discretized_logistic_log_likelihood(
         PIXELS, torch.tensor(mean), torch.tensor(log_scale)
     )
@@ -92,11 +92,11 @@ def test_the_discretized_logistic_sums_to_1(mean, log_scale):
 
 
 @pytest.mark.parametrize("log_scale", LOG_SCALES)
-def test_the_discretized_logistic_has_finite_gradients(log_scale):
+def test_discretized_logistic_has_finite_gradients(log_scale):
     mean = torch.full((256,), 0.4, requires_grad=True)
     scale = torch.full((256,), log_scale, requires_grad=True)
     discretized_logistic_log_likelihood(PIXELS, mean, scale).sum().backward()
     assert mean.grad.isfinite().all()
     assert scale.grad.isfinite().all()
-    assert (mean.grad[:100] <= 0).all()  # mass is wanted further down
+    assert (mean.grad[:100] <= 0).all()  # the mean should be lower
     assert (mean.grad[-100:] >= 0).all()

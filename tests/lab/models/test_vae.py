@@ -1,4 +1,4 @@
-"""Both auto-encoders: their shapes, their start, and the bound as a bound."""
+"""Both auto-encoders: shapes, initialization, and the bound against importance sampling."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch.distributions import Normal
 from weightnorm import data_dependent_init, normalized_weights
 from weightnorm.lab.models.likelihoods import Gaussian, gaussian_kl
 from weightnorm.lab.models.vae import VAE, log_importance_weights
-from weightnorm.lab.models.vae_cifar10 import Cifar10VAE, centred
+from weightnorm.lab.models.vae_cifar10 import Cifar10VAE, center_pixels
 from weightnorm.lab.models.vae_mnist import MnistVAE
 
 SMALL = {
@@ -47,7 +47,7 @@ def layer_shapes(model, x):
     return shapes
 
 
-def test_the_network_for_mnist_is_the_papers():
+def test_mnist_network_is_the_papers():
     model = MnistVAE(normalize=True)
     shapes = layer_shapes(model, torch.zeros(1, 1, 28, 28))
     encoder = [shape for name, shape in shapes.items() if name.startswith("encoder")]
@@ -73,7 +73,7 @@ def test_the_network_for_mnist_is_the_papers():
     assert len(normalized_weights(model)) == len(shapes)
 
 
-def test_the_network_for_cifar10_is_the_authors():
+def test_cifar10_network_is_the_authors():
     model = Cifar10VAE(normalize=True)
     shapes = layer_shapes(model, torch.zeros(1, 3, 32, 32))
     assert shapes["enter"] == (64, 16, 16)
@@ -91,8 +91,8 @@ def test_the_network_for_cifar10_is_the_authors():
     assert len(normalized_weights(model)) == len(shapes)
 
 
-def test_pixels_are_centred():
-    assert centred(torch.tensor([0.0, 127.0, 255.0])).tolist() == [
+def test_pixels_are_centered():
+    assert center_pixels(torch.tensor([0.0, 127.0, 255.0])).tolist() == [
         -0.5 + 0.5 / 256,
         -0.5 / 256,
         0.5 - 0.5 / 256,
@@ -101,7 +101,7 @@ def test_pixels_are_centred():
 
 @NETWORKS
 @pytest.mark.parametrize("flow_steps", [0, 1])
-def test_terms_pictures_and_gradients(data, flow_steps):
+def test_terms_images_and_gradients(data, flow_steps):
     model, x = small(data, flow_steps=flow_steps), images(data)
     terms = model(x)
     layers, maps = (1, 4) if data == "mnist" else (3, 3)
@@ -124,7 +124,7 @@ def test_terms_pictures_and_gradients(data, flow_steps):
 
 
 @NETWORKS
-def test_both_parameterizations_start_as_the_same_function(data):
+def test_both_parameterizations_have_the_same_initial_function(data):
     torch.manual_seed(1)
     standard = small(data, normalize=False)
     torch.manual_seed(1)
@@ -139,7 +139,7 @@ def test_both_parameterizations_start_as_the_same_function(data):
 
 
 @NETWORKS
-def test_the_posterior_starts_near_the_prior(data):
+def test_initial_posterior_is_near_the_prior(data):
     kl = small(data)(images(data, 50)).kl
     assert kl.sum((1, 2)).mean() < 0.1 * images(data)[0].numel()
 
@@ -148,7 +148,7 @@ def test_the_posterior_starts_near_the_prior(data):
 
 
 def trained(data, flow_steps):
-    """A network that has seen a little, so that its bound is neither tight nor absurd."""
+    """A network after a few training steps, so that its bound is neither tight nor very loose."""
     model, x = small(data, flow_steps=flow_steps), images(data, 10)
     optimizer = torch.optim.Adamax(model.parameters(), lr=0.01)
     for _ in range(10):
@@ -161,7 +161,7 @@ def trained(data, flow_steps):
 @NETWORKS
 @pytest.mark.parametrize("flow_steps", [0, 1])
 @torch.no_grad()
-def test_the_bound_is_below_the_importance_sampled_likelihood(data, flow_steps):
+def test_bound_is_below_the_importance_sampled_likelihood(data, flow_steps):
     with torch.enable_grad():
         model, x = trained(data, flow_steps)
     logs = log_importance_weights(model, x, 64)
@@ -176,7 +176,7 @@ def test_the_bound_is_below_the_importance_sampled_likelihood(data, flow_steps):
 
 
 class Line(VAE):
-    """z ~ N(0, 1), x|z ~ N(z, 1), so x ~ N(0, 2); and a posterior that is somewhat off."""
+    """z ~ N(0, 1), x|z ~ N(z, 1), so x ~ N(0, 2); with an approximate posterior."""
 
     def __init__(self):
         super().__init__()
@@ -199,7 +199,7 @@ class Line(VAE):
     generate = image = None
 
 
-def test_importance_sampling_finds_the_true_likelihood():
+def test_importance_sampling_converges_to_the_true_likelihood():
     x = torch.linspace(-2, 2, 5)[:, None]
     logs = log_importance_weights(Line(), x, 20_000)
     estimate = logs.logsumexp(1) - math.log(20_000)
@@ -210,12 +210,12 @@ def test_importance_sampling_finds_the_true_likelihood():
     torch.testing.assert_close(logs.mean(1), truth - gap, atol=0.03, rtol=0)
 
 
-def test_importance_sampling_has_a_bound_on_its_memory():
+def test_importance_sampling_has_bounded_memory():
     model = Line()
-    assert log_importance_weights(model, torch.zeros(7, 1), 50, most=30).shape == (7, 50)
+    assert log_importance_weights(model, torch.zeros(7, 1), 50, max_rows=30).shape == (7, 50)
     assert max(model.decoded) <= 30
     assert sum(model.decoded) == 7 * 50
-    log_importance_weights(many := Line(), torch.zeros(40, 1), 3, most=30)
+    log_importance_weights(many := Line(), torch.zeros(40, 1), 3, max_rows=30)
     assert many.decoded == [40, 40, 40]
 
 

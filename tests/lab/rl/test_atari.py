@@ -1,4 +1,4 @@
-"""Real games: what the agent sees, against plain references; games that go on where they were."""
+"""Atari environments: observations against reference implementations, saving and restoring."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from weightnorm.lab.errors import DataError
-from weightnorm.lab.rl.atari import NO_OPS, Atari, Bilinear, cartridges
+from weightnorm.lab.rl.atari import NO_OPS, Atari, Bilinear, rom_paths
 
 
 @pytest.fixture(scope="module")
@@ -15,13 +15,13 @@ def invaders():
 
 
 def play(game, actions):
-    """(frame, reward, life lost, over) after each action; a new game after the end of one."""
+    """Return (frame, reward, life lost, over) after each action; reset after the end of a game."""
     seen = []
     for action in actions:
         step = game.step(int(action) % game.actions)
         seen.append((step.frame.tobytes(), *step[1:]))
         if step.over:
-            seen.append(game.start().tobytes())
+            seen.append(game.reset().tobytes())
     return seen
 
 
@@ -30,7 +30,7 @@ def actions(count, seed=0):
 
 
 def resized(image):
-    """Pixel by pixel, in floats: the four around the centre, each by how near it is."""
+    """Bilinear interpolation pixel by pixel, in floats."""
     out = np.zeros((84, 84))
     height, width = image.shape
     for i in range(84):
@@ -44,22 +44,22 @@ def resized(image):
     return out
 
 
-def test_a_frame_is_the_maximum_of_two_in_grey_at_84_by_84(invaders):
-    invaders.start()
+def test_frame_is_the_maximum_of_two_greyscale_screens_resized(invaders):
+    invaders.reset()
     play(invaders, actions(50))
     screens, grey = [], np.empty((210, 160), np.uint8)
     act = invaders.emulator.act
 
-    def watched(button):
-        reward = act(button)
+    def recording_act(action):
+        reward = act(action)
         screens.append(invaders.emulator.getScreenGrayscale(grey) or grey.copy())
         return reward
 
-    class Watched:
+    class RecordingEmulator:
         def __getattr__(self, name):
-            return watched if name == "act" else getattr(emulator, name)
+            return recording_act if name == "act" else getattr(emulator, name)
 
-    emulator, invaders.emulator = invaders.emulator, Watched()
+    emulator, invaders.emulator = invaders.emulator, RecordingEmulator()
     try:
         frame = invaders.step(1).frame
     finally:
@@ -73,7 +73,7 @@ def test_a_frame_is_the_maximum_of_two_in_grey_at_84_by_84(invaders):
 
 
 @pytest.mark.parametrize("shape", [(210, 160), (250, 160)])
-def test_resizing_is_torchs_to_the_nearest_grey(shape):
+def test_resizing_matches_torch_up_to_rounding(shape):
     image = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     theirs = F.interpolate(torch.from_numpy(image)[None, None].double(), (84, 84), mode="bilinear")
     ours = torch.from_numpy(Bilinear(shape, (84, 84))(image))
@@ -82,8 +82,8 @@ def test_resizing_is_torchs_to_the_nearest_grey(shape):
 
 
 @pytest.mark.parametrize("game", ["space-invaders", "breakout"])
-def test_ale_pys_own_environment_sees_the_same_at_full_size(game):
-    """It has no bilinear interpolation, so it is asked for whole frames."""
+def test_matches_ale_pys_vector_environment_at_full_size(game):
+    """ale-py has no bilinear interpolation, so its frames are compared before resizing."""
     from ale_py import AtariVectorEnv
 
     theirs = AtariVectorEnv(
@@ -93,7 +93,7 @@ def test_ale_pys_own_environment_sees_the_same_at_full_size(game):
     ours = Atari(game)
     theirs.reset(seed=1)
     theirs.step(np.zeros(1, np.int64))
-    ours._start(2)  # and the two that every start has: four frames, as one step of theirs
+    ours._reset(2)  # plus two frames of every reset: four, one step of theirs
     resize, lives = Bilinear((210, 160), (84, 84)), None
     losses = 0
     for action in actions(260):
@@ -112,9 +112,9 @@ def test_ale_pys_own_environment_sees_the_same_at_full_size(game):
 
 
 @pytest.mark.parametrize("game", ["breakout", "qbert"])
-def test_a_game_goes_on_where_it_was(game):
+def test_restored_game_continues_identically(game):
     first = Atari(game)
-    first.start()
+    first.reset()
     play(first, actions(150))
     state, chances = first.state_dict(), torch.get_rng_state()
     expected = play(first, actions(250, seed=1))
@@ -127,22 +127,22 @@ def test_a_game_goes_on_where_it_was(game):
     assert other.state_dict()["no_ops"] == first.state_dict()["no_ops"]
 
 
-def test_a_game_begins_with_up_to_30_no_ops(invaders, monkeypatch):
-    monkeypatch.setattr(invaders, "_start", lambda no_ops: no_ops)
-    seen = {invaders.start() for _ in range(1000)}
+def test_game_starts_with_up_to_30_no_ops(invaders, monkeypatch):
+    monkeypatch.setattr(invaders, "_reset", lambda no_ops: no_ops)
+    seen = {invaders.reset() for _ in range(1000)}
     assert seen == set(range(NO_OPS + 1))
 
 
-def test_chance_is_torchs(invaders):
+def test_random_starts_follow_torchs_seed(invaders):
     firsts = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        firsts.append((invaders.start().tobytes(), invaders.no_ops))
+        firsts.append((invaders.reset().tobytes(), invaders.no_ops))
     assert firsts[0] == firsts[1] != firsts[2]
 
 
-def test_a_lost_life_is_told_and_the_game_goes_on(invaders):
-    invaders.start()
+def test_lost_life_is_reported_and_does_not_end_the_game(invaders):
+    invaders.reset()
     steps = [invaders.step(0) for _ in range(250)]
     lost = [i for i, step in enumerate(steps) if step.life_lost]
     assert lost
@@ -150,19 +150,19 @@ def test_a_lost_life_is_told_and_the_game_goes_on(invaders):
     assert invaders.emulator.lives() < 3
 
 
-def test_nothing_is_random_but_the_start_and_nothing_ends_play(invaders):
+def test_no_sticky_actions_no_time_limit_minimal_action_set(invaders):
     assert invaders.emulator.getFloat("repeat_action_probability") == 0
     assert invaders.emulator.getInt("max_num_frames_per_episode") == 0
     assert invaders.actions == 6
 
 
-def test_a_person_sees_colours(invaders):
-    assert invaders.screen().shape == (210, 160, 3)
+def test_render_is_in_colour(invaders):
+    assert invaders.render().shape == (210, 160, 3)
 
 
-def test_games_have_names_with_dashes_and_are_for_one():
-    assert {"breakout", "enduro", "seaquest", "space-invaders", "pong"} <= set(cartridges())
-    assert "combat" not in cartridges()
-    assert len(cartridges()) > 90
+def test_single_player_games_by_names_with_dashes():
+    assert {"breakout", "enduro", "seaquest", "space-invaders", "pong"} <= set(rom_paths())
+    assert "combat" not in rom_paths()
+    assert len(rom_paths()) > 90
     with pytest.raises(DataError, match="no game 'combat'"):
         Atari("combat")

@@ -27,7 +27,7 @@ from weightnorm.lab.claims.claim import (
 from weightnorm.lab.claims.context import Workbench
 from weightnorm.lab.experiments import dqn
 from weightnorm.lab.rl.atari import Atari
-from weightnorm.lab.rl.replay_buffer import Batch, Replay
+from weightnorm.lab.rl.replay_buffer import Batch, ReplayBuffer
 
 GAME = "space-invaders"
 BATCH, LARGE = 64, 256
@@ -119,15 +119,15 @@ def learned(
     )
     with TemporaryDirectory() as folder:
         replay = random_play(Path(folder) / "replay", plays)
-        unseen = random_play(Path(folder) / "unseen", plays // 2).draw(200)
+        unseen = random_play(Path(folder) / "unseen", plays // 2).sample(200)
         agent = dqn.Agent(config, Atari(GAME), torch.device("cpu"))
-        agent.begin(replay.draw(500).states)
+        agent.initialize(replay.sample(500).states)
         changes, residuals = [], []
         for update in range(updates):
             if update % (updates // 8) == 0:
-                agent.sync()
+                agent.update_target()
             before = values(agent, unseen) if update % EVERY == 0 else None
-            agent.learn(replay.draw(batch))
+            agent.update(replay.sample(batch))
             if before is not None:
                 after = values(agent, unseen)
                 changes.append((before.argmax(1) != after.argmax(1)).double().mean().item())
@@ -141,15 +141,15 @@ def learned(
     }
 
 
-def random_play(path: Path, steps: int) -> Replay:
+def random_play(path: Path, steps: int) -> ReplayBuffer:
     """So many transitions of a player who presses buttons at random."""
     game = Atari(GAME)
-    replay = Replay(path, steps, game.shape, margin=0)
-    replay.see(game.start())
+    replay = ReplayBuffer(path, steps, game.shape, margin=0)
+    replay.append_frame(game.reset())
     for action in torch.randint(game.actions, (steps,)).tolist():
         step = game.step(action)
-        replay.record(action, min(max(step.reward, -1), 1), step.over or step.life_lost)
-        replay.see(game.start() if step.over else step.frame)
+        replay.append_transition(action, min(max(step.reward, -1), 1), step.over or step.life_lost)
+        replay.append_frame(game.reset() if step.over else step.frame)
     return replay
 
 
@@ -164,9 +164,9 @@ def values(agent: dqn.Agent, unseen: Batch) -> Tensor:
 def unexplained(agent: dqn.Agent, unseen: Batch, q: Tensor) -> float:
     """Mean (Q − target)² over the variance of the targets."""
     next_q = agent.target(unseen.next_states)
-    aims = dqn.td_targets(unseen.rewards, unseen.terminal, next_q, agent.config.discount)
-    off = q.gather(1, unseen.actions[:, None]).squeeze(1) - aims
-    return (off.square().mean() / aims.var(correction=0)).item()
+    targets = dqn.td_targets(unseen.rewards, unseen.terminal, next_q, agent.config.discount)
+    off = q.gather(1, unseen.actions[:, None]).squeeze(1) - targets
+    return (off.square().mean() / targets.var(correction=0)).item()
 
 
 def _figure(found: dict[Any, Any], ways: list[Any], seeds: tuple[int, ...], key: str) -> Figure:

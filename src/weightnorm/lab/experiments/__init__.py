@@ -1,1 +1,1 @@
-"""Experiments: one file each, read top to bottom; what is not the algorithm is shared."""
+"""The paper's experiments, one file each. Seeding, timing and records are in `lab.runs`."""

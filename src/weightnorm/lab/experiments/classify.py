@@ -1,8 +1,8 @@
 """Experiment 1: CIFAR-10 classification with five parameterizations (section 5.1).
 
-ZCA-whitened CIFAR-10, no augmentation; ConvPool-CNN-C; Adam with a flat learning rate for the first
-half and a linear descent to 0 in the second, where momentum goes from 0.9 to 0.5. See
-docs/experiments/classify.md for the deviations from the paper and what came out.
+ConvPool-CNN-C on ZCA-whitened CIFAR-10 without augmentation. Adam with a constant learning rate in
+the first half of training; in the second half it falls linearly to 0 and β₁ changes from 0.9 to
+0.5. See docs/experiments/classify.md for the deviations from the paper and the results.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,46 +26,58 @@ from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.lab.runs.config import RunConfig
 from weightnorm.lab.runs.records import RunRecord
 from weightnorm.lab.runs.run import Run
+from weightnorm.lab.runs.validation import COUNT, NONNEGATIVE, SEVERAL, Limits
 
 NAME = "classify"
 TITLE = "CIFAR-10 classification with five parameterizations (section 5.1)"
 METRIC = "train_error"
-"""Decides which learning rate is best, lower being better: the test set has no say in it."""
+"""Selects the best learning rate of a sweep, lower is better. Test errors are not used for that."""
+TRAIN_EXAMPLES = {"cifar10": 50_000, "digits": digits.TRAIN}
 EVAL_BATCH = 500
 
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """CIFAR-10 classification: the paper's network, trained in one of five parameterizations."""
+    """Train ConvPool-CNN-C in one of five parameterizations."""
 
     data: Literal["cifar10", "digits"] = "cifar10"
-    """CIFAR-10, or scikit-learn's embedded digits at twice their size."""
+    """CIFAR-10, or scikit-learn's embedded digits, enlarged to 16×16."""
     epochs: int = 200
     """Passes over the training set; the learning rate falls during the second half."""
     batch_size: int = 100
-    """Examples in a step, over all ranks."""
+    """Examples per step, over all ranks."""
     width: float = 1.0
-    """Factor on the network's 96 and 192 channels."""
+    """Multiplier of the network's 96 and 192 channels."""
     noise: float = 0.15
-    """Standard deviation of the Gaussian noise on the input."""
+    """Standard deviation of the Gaussian noise added to the input."""
     dropout: float = 0.5
-    """Dropout probability after each pooling."""
+    """Dropout probability after each pooling layer."""
     init_examples: int = 500
     """Training examples for the data-dependent initialization."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type the network computes in; parameters stay float32."""
+    """Data type of the forward pass (autocast); parameters are float32."""
     limit: int | None = None
-    """Train on the first this many examples only."""
+    """Train on only this many examples, from the start of the training set."""
+
+    LIMITS: ClassVar[dict[str, Limits]] = {
+        **RunConfig.LIMITS,
+        "epochs": COUNT,
+        "batch_size": SEVERAL,
+        "width": Limits(0.01, 64),  # at least one channel in each layer
+        "noise": NONNEGATIVE,
+        "dropout": Limits(0, 1, open_high=True),
+        "init_examples": SEVERAL,
+        "limit": Limits(2, COUNT.high),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.epochs >= 1, "epochs", self.epochs, "1 or more")
-        require(self.batch_size >= 2, "batch_size", self.batch_size, "2 or more")
-        require(self.width > 0, "width", self.width, "a positive number")
-        require(self.noise >= 0, "noise", self.noise, "0 or more")
-        require(0 <= self.dropout < 1, "dropout", self.dropout, "at least 0 and below 1")
-        require(self.init_examples >= 2, "init_examples", self.init_examples, "2 or more")
-        require(self.limit is None or self.limit >= 2, "limit", self.limit, "2 or more")
+        examples = min(self.limit or TRAIN_EXAMPLES[self.data], TRAIN_EXAMPLES[self.data])
+        alone = examples % self.batch_size == 1  # batch norm has no statistics of one example
+        normalized = self.parameterization is Parameterization.BATCH_NORM
+        require(not (alone and normalized), "batch_size", self.batch_size,
+                f"a size that does not leave 1 of {examples:,} examples for the last batch, "
+                "which batch norm cannot normalize")  # fmt: skip
 
 
 PAPER = Config(preset="paper")
@@ -79,22 +91,23 @@ SIZES = {
     "cpu": ("24/48 channels", "16 epochs", "two cores, 25 minutes"),
     "demo": ("12/24 channels", "embedded digits", "seconds"),
 }
-ALIKE = dict.fromkeys(Parameterization, 0.003)
-PAPERS_CHOICE = ALIKE | {Parameterization.STANDARD: 0.0003}
-"""From its grid {0.0003, 0.001, 0.003, 0.01}."""
-LEARNING_RATES = {"paper": PAPERS_CHOICE, "cpu": PAPERS_CHOICE, "demo": ALIKE}
+SAME_RATE = dict.fromkeys(Parameterization, 0.003)
+PAPERS_CHOICE = SAME_RATE | {Parameterization.STANDARD: 0.0003}
+"""From the grid {0.0003, 0.001, 0.003, 0.01}."""
+LEARNING_RATES = {"paper": PAPERS_CHOICE, "cpu": PAPERS_CHOICE, "demo": SAME_RATE}
 """On the digits 0.003 is best for the standard parameterization too."""
 
 
 def run(config: Config, console: Console | None = None, data: Labelled | None = None) -> RunRecord:
-    """Train and test one network; the record is the result. Other data than the config's may be
-    given: a benchmark has no use for real images."""
+    """Train and evaluate one network, and return its record. `data` replaces the config's data
+    set, for benchmarks on synthetic images."""
     with Run(NAME, config, PRESETS, console) as run:
         if (record := run.finished) is not None:
             return record
-        how, alone = config.parameterization, run.ranks.world == 1 or run.device.type == "cuda"
-        expected = "any other on several CPUs: torch synchronizes batch norm on GPUs only"
-        require(how is not Parameterization.BATCH_NORM or alone, "parameterization", how, expected)
+        how, supported = config.parameterization, run.ranks.world == 1 or run.device.type == "cuda"
+        expected = "another one on several CPU ranks: torch synchronizes batch norm on GPUs only"
+        require(supported or how is not Parameterization.BATCH_NORM, "parameterization", how,
+                expected)  # fmt: skip
         data = load(config) if data is None else data
         train, test = (x.to(run.device) for x in (data.train, data.test))
         labels, test_labels = data.train_labels.to(run.device), data.test_labels.to(run.device)
@@ -108,8 +121,8 @@ def run(config: Config, console: Console | None = None, data: Labelled | None = 
             dropout=config.dropout,
         )
         model = model.to(run.device).to(memory_format=torch.channels_last)  # type: ignore
-        shuffled = torch.randperm(len(train))[: config.init_examples]
-        data_dependent_init(model, train[run.ranks.share(shuffled)], group=run.ranks.group)
+        chosen = run.ranks.share(torch.randperm(len(train))[: config.init_examples])
+        data_dependent_init(model, train[chosen.to(run.device)], group=run.ranks.group)
         network = torch.compile(model) if config.compile else model
 
         optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
@@ -140,14 +153,14 @@ def run(config: Config, console: Console | None = None, data: Labelled | None = 
                 test_loss=test_loss,
                 test_error=test_error,
                 learning_rate=optimizer.param_groups[0]["lr"],
-                **lengths(model),
+                **mean_norms(model),
             )
         last = run.last
         return run.finish({k: last[k] for k in ("train_error", "test_error", "test_loss")})
 
 
 def load(config: Config) -> Labelled:
-    """The images, whitened."""
+    """Load the whitened images."""
     if config.data == "cifar10":
         return cifar10.load_whitened(config.data_dir, limit=config.limit)
     raw = digits.load()
@@ -158,7 +171,8 @@ def load(config: Config) -> Labelled:
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, config: Config, epoch: int) -> None:
-    """Flat, then linear to 0; momentum 0.9, then 0.5. The halves are the paper's 100 epochs."""
+    """Set learning rate and β₁: constant and 0.9 in the first half of training (the paper's first
+    100 epochs), then linear to 0 and 0.5."""
     half = config.epochs / 2
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate * min(2 - epoch / half, 1)
@@ -166,7 +180,7 @@ def set_schedule(optimizer: torch.optim.Optimizer, config: Config, epoch: int) -
 
 
 def precision(config: Config, device: torch.device) -> Any:
-    """Autocast to the config's type, if it is not the parameters' own."""
+    """Return the autocast context of the config's data type; it does nothing for float32."""
     if config.precision == "float32":
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, config.precision))
@@ -176,23 +190,23 @@ def precision(config: Config, device: torch.device) -> Any:
 def evaluate(
     model: nn.Module, images: Tensor, labels: Tensor, config: Config, run: Run
 ) -> tuple[float, float]:
-    """Mean loss and error on the test set, with running statistics; each rank takes its share."""
+    """Return mean loss and error on the test set, computed by all ranks."""
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
-    mine = run.ranks.share(torch.arange(len(images)))
+    share = run.ranks.share
+    batches = zip(share(images).split(EVAL_BATCH), share(labels).split(EVAL_BATCH), strict=True)
+    sums = []
     with folded(model), precision(config, run.device):
-        for rows in mine.split(EVAL_BATCH):
-            x = images[rows].contiguous(memory_format=torch.channels_last)
-            logits, y = model(x).float(), labels[rows]
+        for x, y in batches:
+            logits = model(x.contiguous(memory_format=torch.channels_last)).float()
             loss = F.cross_entropy(logits, y, reduction="sum")
-            wrong = (logits.argmax(1) != y).sum()
-            sums += torch.stack([loss.double(), wrong.double()]).cpu()
-    loss_sum, errors = run.ranks.sum(sums, "the errors on the test set").tolist()
+            sums.append(torch.stack([loss, (logits.argmax(1) != y).sum()]))
+    total = torch.stack(sums).cpu().double().sum(0)  # one read from the device
+    loss_sum, errors = run.ranks.sum(total, "the errors on the test set").tolist()
     return loss_sum / len(images), errors / len(images)
 
 
-def lengths(model: nn.Module) -> dict[str, float]:
-    """Mean ‖v‖ and effective step g/‖v‖ over all units, where weights are normalized."""
+def mean_norms(model: nn.Module) -> dict[str, float]:
+    """Return mean ‖v‖ and mean effective step g/‖v‖ over all units of normalized weights."""
     norms, steps = weight_norms(model), effective_step(model)
     if not norms:
         return {}

@@ -30,7 +30,7 @@ from weightnorm.lab.rl.replay_buffer import Batch, ReplayBuffer
 from weightnorm.lab.runs.config import RunConfig
 from weightnorm.lab.runs.records import RunRecord, load_record
 from weightnorm.lab.runs.run import Run
-from weightnorm.lab.runs.validation import COUNT, POSITIVE, PROBABILITY, SIZE, Limits, at_least
+from weightnorm.lab.runs.validation import COUNT, POSITIVE, PROBABILITY, SEVERAL, Limits
 
 NAME = "dqn"
 TITLE = "deep Q-networks on Atari games (section 5.4)"
@@ -94,8 +94,8 @@ class Config(RunConfig):
         **dict.fromkeys(("epochs", "train_steps", "test_steps", "replay_start"), COUNT),
         **dict.fromkeys(("replay_size", "update_every", "sync_every", "epsilon_steps"), COUNT),
         **dict.fromkeys(("discount", "epsilon_end", "test_epsilon"), PROBABILITY),
-        "batch_size": at_least(2, SIZE.high),
-        "init_states": at_least(2, SIZE.high),
+        "batch_size": SEVERAL,
+        "init_states": SEVERAL,
         "width": Limits(0.02, 64),  # at least one channel in each layer
         "value_std": POSITIVE,
     }

@@ -1,19 +1,19 @@
 """Experiment 3: DRAW on binarized MNIST, standard against weight norm (section 5.3).
 
-The recurrent model is trained as its implementation was tuned, and once more with every weight
-vector normalized: same start, same learning rate. See docs/experiments/draw.md for the deviations
-from the paper and what came out.
+The recurrent model is trained with the hyperparameters of its implementation, with and without
+weight normalization of every matrix. See docs/experiments/draw.md for the deviations from the paper
+and the results.
 
 Note [noise of the whole batch]
-    Every rank draws the noise of all examples of a step and takes that of its own. So the ranks'
-    random states stay alike, and a run on many ranks is the run of one process, up to rounding.
+    Every rank draws the noise of all examples of a step and uses that of its own. So the ranks'
+    random states stay equal, and a run on several ranks equals one process, up to rounding.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from rich.console import Console
@@ -28,59 +28,63 @@ from weightnorm.lab.models.draw import DRAW
 from weightnorm.lab.runs.config import RunConfig
 from weightnorm.lab.runs.records import RunRecord
 from weightnorm.lab.runs.run import Run
+from weightnorm.lab.runs.validation import COUNT, SIZE, Limits
 
 NAME = "draw"
 TITLE = "DRAW on binarized MNIST, standard and weight norm (section 5.3)"
 METRIC = "train_negative_elbo"
-"""Decides which learning rate is best, lower being better: the test set has no say in it."""
+"""Selects the best learning rate of a sweep, lower is better. Test bounds are not used for that."""
 COMPARED = (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
 EVAL_BATCH = 500
 SAMPLES, DRAWINGS = 100, 8
-"""How many images are kept for the report, and how many of them with every step."""
+"""Generated images that are stored for the report; how many of them with every step."""
 
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """DRAW: a recurrent model that draws its image step by step, with attention."""
+    """Train DRAW, a recurrent VAE with attention."""
 
     data: Literal["binarized-mnist", "digits"] = "binarized-mnist"
-    """The fixed binarization of MNIST, or scikit-learn's embedded digits in black and white."""
+    """The fixed binarization of MNIST, or scikit-learn's embedded digits thresholded at ½."""
     epochs: int = 100
     """Passes over the training set."""
     batch_size: int = 100
-    """Examples in a step, over all ranks."""
+    """Examples per step, over all ranks."""
     steps: int = 64
-    """Steps of a drawing."""
+    """Time steps T of the recurrent model."""
     hidden: int = 256
     """Units of the encoder's and of the decoder's LSTM."""
     latent: int = 100
-    """Length of the latent vector of each step."""
+    """Dimension of the latent vector at each step."""
     attention: bool = True
-    """Read and write through a small grid of filters; else every pixel at each step."""
+    """Read and write through a grid of Gaussian filters; without it, all pixels at each step."""
     read_size: int = 2
-    """Filters along each axis of the grid that reads."""
+    """Filters along each axis of the read grid."""
     write_size: int = 5
-    """Filters along each axis of the grid that writes."""
+    """Filters along each axis of the write grid."""
     initial_g: Literal["norm", "one", "one-except-windows"] = "norm"
     """Initial g of weight norm: ‖v‖, which keeps the initial weights; 1; or 1 except in the two
-    layers that place the attention windows, which keep ‖v‖."""
+    layers that place the attention windows, which keep ‖v‖. Not used by the standard
+    parameterization."""
     clip: float = 10.0
-    """Longest gradient, over all parameters together."""
+    """Largest gradient norm over all parameters; longer gradients are scaled down to it."""
     limit: int | None = None
-    """Train on the first this many examples only."""
+    """Train on only this many examples, from the start of the training set."""
+
+    LIMITS: ClassVar[dict[str, Limits]] = {
+        **RunConfig.LIMITS,
+        "epochs": COUNT,
+        **dict.fromkeys(("batch_size", "steps", "hidden", "latent"), SIZE),
+        **dict.fromkeys(("read_size", "write_size"), Limits(2, 1000)),
+        "clip": Limits(0, math.inf, open_low=True),
+        "limit": COUNT,
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        how, known = self.parameterization, " or ".join(map(str, COMPARED))
-        require(
-            how in COMPARED, "parameterization", how, f"{known}: cells keep no batch statistics"
-        )
-        for name in ("epochs", "batch_size", "steps", "hidden", "latent"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        require(self.read_size >= 2, "read_size", self.read_size, "2 or more")
-        require(self.write_size >= 2, "write_size", self.write_size, "2 or more")
-        require(self.clip > 0, "clip", self.clip, "a positive number")
-        require(self.limit is None or self.limit >= 1, "limit", self.limit, "1 or more")
+        how, compared = self.parameterization, " or ".join(map(str, COMPARED))
+        expected = f"{compared}: batch statistics do not apply to the LSTM's time steps"
+        require(how in COMPARED, "parameterization", how, expected)
 
 
 PAPER = Config(preset="paper", learning_rate=0.0003)
@@ -108,11 +112,11 @@ SIZES = {
 LEARNING_RATES = {
     name: dict.fromkeys(COMPARED, preset.learning_rate) for name, preset in PRESETS.items()
 }
-"""One for both: the paper leaves it as tuned for the standard parameterization."""
+"""The same for both: the paper keeps the rate tuned for the standard parameterization."""
 
 
 def run(config: Config, console: Console | None = None) -> RunRecord:
-    """Train DRAW and bound the likelihood of the test set; the record is the result."""
+    """Train and evaluate one model, and return its record."""
     with Run(NAME, config, PRESETS, console) as run:
         if (record := run.finished) is not None:
             return record
@@ -127,7 +131,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
             attention=config.attention,
         )
         if config.parameterization.normalizes_weights:
-            weight_norm_model(model)  # every matrix; g = ‖v‖
+            weight_norm_model(model)  # every matrix, with g = ‖v‖
             set_initial_g(model, config.initial_g)
         model.to(run.device)
         if config.compile:
@@ -139,17 +143,17 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
 
         for epoch in run.epochs(config.epochs):
             for rows in run.batches(len(train), config.batch_size):
-                bound = model(train[rows].float(), noise(run.batch, config, run))
+                bound = model(train[rows].float(), posterior_noise(run.batch, config, run))
                 loss = bound.negative_elbo.sum() / run.batch
                 optimizer.zero_grad()
                 loss.backward()
                 run.ranks.sum_gradients(model)
-                length = clip_grad_norm_(model.parameters(), config.clip)
+                gradient_norm = clip_grad_norm_(model.parameters(), config.clip)
                 optimizer.step()
                 run.add(
                     negative_elbo=loss * run.batch,
                     kl=bound.kl.sum(),
-                    gradient_norm=length * len(rows),
+                    gradient_norm=gradient_norm * len(rows),
                     count=len(rows),
                 )
 
@@ -162,7 +166,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
                 **mean_norms(model),
             )
             if epoch + 1 in (config.epochs // 2, config.epochs):
-                keep_drawings(model, config, run)
+                store_samples(model, config, run)
         last = run.last
         return run.finish(
             {k: last[k] for k in ("train_negative_elbo", "test_negative_elbo", "test_kl")}
@@ -170,7 +174,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
 
 
 def load(config: Config) -> tuple[Tensor, Tensor]:
-    """Images of zeros and ones to train and to test on: uint8, (N, side²)."""
+    """Load the binary training and test images: uint8, (N, side²)."""
     if config.data == "digits":
         raw = digits.load()
         train, test = ((images > 0.5).to(torch.uint8) for images in (raw.train, raw.test))
@@ -187,13 +191,13 @@ def set_initial_g(model: DRAW, initial_g: str) -> None:
         return
     windows = [model.read_window, model.write_window] if model.attention else []
     for module in model.modules():
-        keeps = initial_g == "one-except-windows" and any(module is m for m in windows)
-        if is_weight_normed(module) and not keeps:
+        keeps_norm = initial_g == "one-except-windows" and any(module is m for m in windows)
+        if is_weight_normed(module) and not keeps_norm:
             parts(module).g.fill_(1.0)
 
 
 def mean_norms(model: DRAW) -> dict[str, float]:
-    """Mean ‖w‖, and for weight norm ‖v‖, over the units of all matrices."""
+    """Return mean ‖w‖ over the units of all matrices, and mean ‖v‖ of normalized ones."""
     weights = unit_weights(model)
     means = {"w_norm": torch.cat([w.norm(dim=1) for w in weights.values()]).mean().item()}
     if norms := weight_norms(model):
@@ -201,38 +205,39 @@ def mean_norms(model: DRAW) -> dict[str, float]:
     return means
 
 
-def noise(count: int, config: Config, run: Run) -> Tensor:
-    """This rank's part of the noise of `count` examples: (steps, B, latent)."""
-    whole = torch.randn(count, config.steps, config.latent, device=run.device)
-    return run.ranks.share(whole).transpose(0, 1)
+def posterior_noise(count: int, config: Config, run: Run) -> Tensor:
+    """Return this rank's part of the noise of `count` examples: (steps, B, latent)."""
+    noise = torch.randn(count, config.steps, config.latent, device=run.device)
+    return run.ranks.share(noise).transpose(0, 1)
 
 
 @torch.no_grad()
 def evaluate(model: DRAW, images: Tensor, config: Config, run: Run) -> tuple[float, float]:
-    """Means of −ELBO and of its KL part, in nats; each rank takes its share."""
-    sums = torch.zeros(2, dtype=torch.float64)
+    """Return the means of −ELBO and of its KL term on the test set, in nats."""
+    sums = []
     with folded(model):
-        for rows in torch.arange(len(images)).split(EVAL_BATCH):
-            x = images[run.ranks.share(rows)].float()
-            bound = model(x, noise(len(rows), config, run))
-            sums += torch.stack([bound.negative_elbo.sum(), bound.kl.sum()]).cpu()
-    negative_elbo, kl = (run.ranks.sum(sums) / len(images)).tolist()
+        for batch in images.split(EVAL_BATCH):
+            x = run.ranks.share(batch).float()
+            bound = model(x, posterior_noise(len(batch), config, run))
+            sums.append(torch.stack([bound.negative_elbo.sum(), bound.kl.sum()]))
+    total = torch.stack(sums).cpu().double().sum(0)  # one read from the device
+    negative_elbo, kl = (run.ranks.sum(total) / len(images)).tolist()
     return negative_elbo, kl
 
 
-def keep_drawings(model: DRAW, config: Config, run: Run) -> None:
-    """Samples, some of them step by step with the square that was written to.
+def store_samples(model: DRAW, config: Config, run: Run) -> None:
+    """Store generated images, some of them with every step and the square it wrote to.
 
-    From the same noise whenever it is called, whatever the parameterization.
+    The noise is the same at every call and for every parameterization.
     """
     generator = torch.Generator().manual_seed(config.seed)
     z = torch.randn(config.steps, SAMPLES, config.latent, generator=generator).to(run.device)
     with folded(model):
-        drawn = model.generate(z)
-    pixels = (255 * drawn.canvases).round().to(torch.uint8)
+        generated = model.generate(z)
+    pixels = (255 * generated.canvases).round().to(torch.uint8)
     run.keep(
         f"epoch-{run.epoch + 1}",
         samples=pixels[-1],
         drawings=pixels[:, :DRAWINGS],
-        boxes=drawn.boxes[:, :DRAWINGS],
+        boxes=generated.boxes[:, :DRAWINGS],
     )

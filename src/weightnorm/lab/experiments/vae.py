@@ -1,8 +1,9 @@
 """Experiment 2: a convolutional VAE with inverse autoregressive flow (section 5.2).
 
-MNIST, binarized anew at every use, and CIFAR-10; Adamax at 0.002, and an average of the parameters
-over about ten epochs, which is what is tested. Standard against weight normalization, from the same
-data-dependent start. See docs/experiments/vae.md for the deviations and what came out.
+On MNIST, binarized at random for every batch, and on CIFAR-10. Adamax with learning rate 0.002; the
+evaluated parameters are a moving average over about ten epochs. The standard parameterization and
+weight normalization start from the same data-dependent initialization. See docs/experiments/vae.md
+for the deviations from the paper and the results.
 """
 
 from __future__ import annotations
@@ -23,76 +24,78 @@ from weightnorm import Parameterization, batched_weights, data_dependent_init, f
 from weightnorm.lab.data import cifar10, digits, mnist
 from weightnorm.lab.errors import require
 from weightnorm.lab.models.likelihoods import bits_per_dim
-from weightnorm.lab.models.vae import VAE, Terms, log_importance_weights
+from weightnorm.lab.models.vae import VAE, ElboTerms, log_importance_weights
 from weightnorm.lab.models.vae_cifar10 import Cifar10VAE
 from weightnorm.lab.models.vae_mnist import MnistVAE
 from weightnorm.lab.runs.config import RunConfig
 from weightnorm.lab.runs.records import RunRecord
 from weightnorm.lab.runs.run import Run
+from weightnorm.lab.runs.validation import COUNT, NONNEGATIVE, POSITIVE, SEVERAL, SIZE, Limits
 
 NAME = "vae"
 TITLE = "convolutional VAE with inverse autoregressive flow (section 5.2)"
 METRIC = "train_negative_elbo"
-"""Decides which learning rate is best, lower being better: the test set has no say in it."""
+"""Selects the best learning rate of a sweep, lower is better. Test bounds are not used for that."""
 Tensors = tuple[Tensor, ...] | list[Tensor]
 COMPARED = (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
 EVAL_BATCH = 500
-SAMPLES, PAIRS = 40, 16
-"""New images, and images with their reconstruction, that a run keeps."""
+SAMPLES, RECONSTRUCTIONS = 40, 16
+"""Images stored for the report."""
 
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """A convolutional VAE, standard or weight-normalized."""
+    """Train a convolutional VAE."""
 
     learning_rate: float = 0.002
-    """Adamax's step size."""
+    """Adamax's learning rate."""
     data: Literal["mnist", "cifar10", "digits"] = "mnist"
-    """MNIST, CIFAR-10, or scikit-learn's embedded digits at twice their size. It decides the
-    network; each preset has settings of its own for CIFAR-10."""
+    """MNIST, CIFAR-10, or scikit-learn's embedded digits, enlarged to 16×16. It selects the network
+    too, and CIFAR-10 has its own settings in each preset."""
     posterior: Literal["iaf", "diagonal"] = "iaf"
     """Inverse autoregressive flow, or a diagonal Gaussian."""
     flow_steps: int = 2
-    """Steps of the flow."""
+    """Steps of the inverse autoregressive flow."""
     latents: int = 32
-    """Elements of z; on CIFAR-10, maps of each stochastic layer."""
+    """Dimension of z; on CIFAR-10, channels of each stochastic layer."""
     width: float = 1.0
-    """Factor on the network's maps and units."""
+    """Multiplier of the network's channels and units."""
     depth: int = 2
-    """Residual blocks at each size; on CIFAR-10 each has a stochastic layer."""
+    """Residual blocks at each resolution; on CIFAR-10 each has a stochastic layer."""
     free_bits: float = 0.0
-    """Nats of each map's KL that training does not charge; the reported bound always does."""
+    """KL per channel, in nats, that the training loss ignores; the reported bound includes it."""
     epochs: int = 200
     """Passes over the training set."""
     batch_size: int = 100
-    """Examples in a step, over all ranks."""
+    """Examples per step, over all ranks."""
     average_epochs: float = 10.0
-    """What the average of the parameters looks back on, in epochs."""
+    """Time constant of the moving average of the parameters, in epochs."""
     init_examples: int = 500
     """Training examples for the data-dependent initialization."""
     importance_samples: int = 128
-    """Draws of z for each example in the final estimate of log p(x)."""
+    """Importance samples per example in the final estimate of log p(x)."""
     importance_examples: int | None = None
-    """Make that estimate for the first this many test examples only."""
+    """Estimate log p(x) on only this many test examples."""
     limit: int | None = None
-    """Train on the first this many examples only."""
+    """Train on only this many examples, from the start of the training set."""
 
     PLACE: ClassVar[tuple[str, ...]] = ("data", "parameterization")
+    LIMITS: ClassVar[dict[str, Limits]] = {
+        **RunConfig.LIMITS,
+        **dict.fromkeys(("flow_steps", "depth"), Limits(1, 1000)),
+        "latents": SIZE,
+        "width": Limits(0.05, 64),  # at least one channel in each layer
+        "free_bits": NONNEGATIVE,
+        **dict.fromkeys(("epochs", "importance_samples", "importance_examples"), COUNT),
+        **dict.fromkeys(("batch_size", "init_examples"), SEVERAL),
+        "average_epochs": POSITIVE,
+        "limit": Limits(2, COUNT.high),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         how, compared = self.parameterization, " or ".join(map(str, COMPARED))
         require(how in COMPARED, "parameterization", how, f"{compared}: the paper compares these")
-        for field in ("flow_steps", "latents", "depth", "epochs", "importance_samples"):
-            require(getattr(self, field) >= 1, field, getattr(self, field), "1 or more")
-        for field in ("batch_size", "init_examples"):
-            require(getattr(self, field) >= 2, field, getattr(self, field), "2 or more")
-        for field in ("width", "average_epochs"):
-            require(getattr(self, field) > 0, field, getattr(self, field), "a positive number")
-        require(self.free_bits >= 0, "free_bits", self.free_bits, "0 or more")
-        for field, least in (("importance_examples", 1), ("limit", 2)):
-            value = getattr(self, field)
-            require(value is None or value >= least, field, value, f"{least} or more")
 
 
 PAPER = Config(preset="paper")
@@ -123,16 +126,16 @@ LEARNING_RATES = dict.fromkeys(("paper", "cpu", "demo"), dict.fromkeys(COMPARED,
 
 
 def run(config: Config, console: Console | None = None) -> RunRecord:
-    """Train and test one auto-encoder; the record is the result."""
+    """Train and evaluate one auto-encoder, and return its record."""
     with Run(NAME, config, PRESETS, console) as run:
         if (record := run.finished) is not None:
             return record
         train, test = (x.to(run.device) for x in load(config))
 
         model = build(config, train.shape[-1]).to(run.device)
-        shuffled = torch.randperm(len(train))[: config.init_examples]
-        start = observe(train[run.ranks.share(shuffled)], config)
-        data_dependent_init(model, start, target_std=model.target_std, group=run.ranks.group)
+        chosen = run.ranks.share(torch.randperm(len(train))[: config.init_examples])
+        examples = to_input(train[chosen.to(run.device)], config)
+        data_dependent_init(model, examples, target_std=model.target_std, group=run.ranks.group)
         network = torch.compile(model) if config.compile else model
         weights = batched_weights(model)
 
@@ -145,7 +148,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
         for _ in run.epochs(config.epochs):
             for rows in run.batches(len(train), config.batch_size):
                 with weights:
-                    terms = network(observe(train[rows], config))
+                    terms = network(to_input(train[rows], config))
                 optimizer.zero_grad()
                 objective(terms, config.free_bits, run).backward()
                 run.ranks.sum_gradients(model)
@@ -158,7 +161,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
                 train_kl=run.total("kl") / run.total("count"),
                 **evaluate(averaged, test, config, run),
             )
-        keep_pictures(averaged, test, config, run)
+        store_images(averaged, test, config, run)
         last = {name: x for name, x in run.last.items() if name not in ("epoch", "seconds")}
         return run.finish({**last, **estimate(averaged, test, config, run)})
 
@@ -167,7 +170,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
 
 
 def load(config: Config) -> tuple[Tensor, Tensor]:
-    """The pixels of the training set, uint8; and the test set as the model sees it, the same in
+    """Load the training set as uint8 pixels, and the test set as input of the model, the same in
     every run: (N, C, H, W)."""
     if config.data == "digits":
         raw = digits.load()
@@ -179,16 +182,16 @@ def load(config: Config) -> tuple[Tensor, Tensor]:
     else:
         raw = cifar10.load(config.data_dir)
         train, test = raw.train, raw.test
-    return train[: config.limit], observe(test, config, torch.Generator().manual_seed(0))
+    return train[: config.limit], to_input(test, config, torch.Generator().manual_seed(0))
 
 
-def observe(pixels: Tensor, config: Config, generator: torch.Generator | None = None) -> Tensor:
-    """What the model sees of uint8 pixels: zeros and ones drawn anew; of CIFAR-10, 0 to 255."""
+def to_input(pixels: Tensor, config: Config, generator: torch.Generator | None = None) -> Tensor:
+    """Convert uint8 pixels to the model's input: sampled zeros and ones; on CIFAR-10, 0 to 255."""
     return pixels.float() if config.data == "cifar10" else mnist.binarize(pixels, generator)
 
 
 def build(config: Config, side: int) -> VAE:
-    """The data's network."""
+    """Build the network for the config's data set."""
     network = Cifar10VAE if config.data == "cifar10" else partial(MnistVAE, side=side)
     return network(
         normalize=config.parameterization.normalizes_weights,
@@ -202,79 +205,85 @@ def build(config: Config, side: int) -> VAE:
 # — training —
 
 
-def objective(terms: Terms, free_bits: float, run: Run) -> Tensor:
-    """This rank's part of −log p(x|z) + Σ max(λ, KL), up to a constant: what is below λ nats, in
-    the mean over the batch of all ranks, is not charged. λ for each stochastic layer and map."""
-    kl = terms.kl.sum(0) / run.batch  # (layers, maps)
+def objective(terms: ElboTerms, free_bits: float, run: Run) -> Tensor:
+    """Return this rank's part of −log p(x|z) + Σ max(λ, KL), up to a constant.
+
+    The sum is over stochastic layers and channels; KL is the mean over the batch of all ranks. A
+    channel below λ = `free_bits` nats has no gradient.
+    """
+    kl = terms.kl.sum(0) / run.batch  # (layers, channels)
     if free_bits:
         kl = kl * (run.ranks.sum(kl.detach().clone()) > free_bits)
     return kl.sum() - terms.log_likelihood.sum() / run.batch
 
 
 def moving_average(steps: float) -> Callable[[Tensors, Tensors, Tensor | int], None]:
-    """The average of AveragedModel over about this many steps: decay 1 − 1/steps, and before there
-    have been enough of them (1 + n)/(10 + n), so that the start is forgotten.
+    """Return an update of AveragedModel: a moving average over about `steps` steps.
+
+    The decay is 1 − 1/steps, but at most (1 + n)/(10 + n) after n steps, so that the initial
+    parameters soon have no weight.
 
     Note [averaging v and g]
-        Parameters are averaged, and those of a normalized weight are v and g: the averaged weight
-        is ḡ·v̄/‖v̄‖, of length |ḡ|, not the average of w.
+        The parameters of a normalized weight are v and g, so the averaged weight is ḡ·v̄/‖v̄‖ with
+        norm |ḡ|, not the average of w.
     """
 
     @torch.no_grad()
     def update(averaged: Tensors, current: Tensors, count: Tensor | int) -> None:
-        rate = min(1.0, max(1 / steps, 9 / (10 + float(count))))
-        torch._foreach_lerp_(averaged, current, rate)
+        # A tensor on the parameters' device: reading it would wait for the device at every step.
+        rate = (9 / (10 + torch.as_tensor(count))).clamp(1 / steps, 1.0)
+        torch._foreach_lerp_(averaged, current, [rate.to(p.dtype).expand_as(p) for p in averaged])
 
     return update
 
 
-# — testing —
+# — evaluation —
 
 
 @torch.no_grad()
 def evaluate(model: VAE, images: Tensor, config: Config, run: Run) -> dict[str, float]:
-    """The true bound on the test set, and the KL of each stochastic layer, from the top down."""
-    mine = run.ranks.share(torch.arange(len(images))).split(EVAL_BATCH)
+    """Return −ELBO on the test set, and the KL of each stochastic layer, from the top down."""
     with folded(model):
-        terms = [model(images[rows]) for rows in mine]
+        terms = [model(x) for x in run.ranks.share(images).split(EVAL_BATCH)]
     sums = torch.stack([torch.stack([-t.elbo.sum(), *t.kl.sum((0, 2))]) for t in terms])
     bound, *kl = (run.ranks.sum(sums.cpu().double().sum(0)) / len(images)).tolist()
-    shown = {"test_negative_elbo": bound}
+    metrics = {"test_negative_elbo": bound}
     if config.data == "cifar10":
-        shown["test_bits_per_dim"] = bits_per_dim(bound, images[0].numel())
-    return shown | {f"test_kl_{layer}": value for layer, value in enumerate(kl, 1)}
+        metrics["test_bits_per_dim"] = bits_per_dim(bound, images[0].numel())
+    return metrics | {f"test_kl_{layer}": value for layer, value in enumerate(kl, 1)}
 
 
 @torch.no_grad()
 def estimate(model: VAE, images: Tensor, config: Config, run: Run) -> dict[str, float]:
-    """log p(x) by importance sampling, and the bound from the same draws on the same examples."""
+    """Estimate −log p(x) by importance sampling, and −ELBO from the same samples."""
     images = images[: config.importance_examples]
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = []
     with folded(model):
-        for rows in run.ranks.share(torch.arange(len(images))).split(EVAL_BATCH):
-            logs = log_importance_weights(model, images[rows], config.importance_samples)
+        for x in run.ranks.share(images).split(EVAL_BATCH):
+            logs = log_importance_weights(model, x, config.importance_samples)
             likelihood = logs.logsumexp(1) - math.log(config.importance_samples)
-            sums -= torch.stack([likelihood.sum(), logs.mean(1).sum()]).cpu()
-    likelihood_mean, bound = (run.ranks.sum(sums) / len(images)).tolist()
+            sums.append(-torch.stack([likelihood.sum(), logs.mean(1).sum()]))
+    total = torch.stack(sums).cpu().double().sum(0)
+    negative_likelihood, bound = (run.ranks.sum(total) / len(images)).tolist()
     return {
-        "importance_negative_log_likelihood": likelihood_mean,
+        "importance_negative_log_likelihood": negative_likelihood,
         "importance_negative_elbo": bound,
     }
 
 
 @torch.no_grad()
-def keep_pictures(model: VAE, images: Tensor, config: Config, run: Run) -> None:
-    """Samples, and test images with their reconstructions, for the report."""
-    some = images[:PAIRS]
+def store_images(model: VAE, images: Tensor, config: Config, run: Run) -> None:
+    """Store samples, and test images with their reconstructions, for the report."""
+    originals = images[:RECONSTRUCTIONS]
     with folded(model):
-        shown = {
+        stored = {
             "samples": model.sample(SAMPLES),
-            "originals": some / 255 if config.data == "cifar10" else some,
-            "reconstructions": model.reconstruct(some),
+            "originals": originals / 255 if config.data == "cifar10" else originals,
+            "reconstructions": model.reconstruct(originals),
         }
-    run.keep("pictures", **{name: _bytes(x) for name, x in shown.items()})
+    run.keep("pictures", **{name: _to_uint8(x) for name, x in stored.items()})
 
 
-def _bytes(images: Tensor) -> Tensor:
-    """Images from 0 to 1 as uint8: (N, H, W), or in colour (N, H, W, 3)."""
+def _to_uint8(images: Tensor) -> Tensor:
+    """Convert images from [0, 1] to uint8: (N, H, W), or in colour (N, H, W, 3)."""
     return (images * 255).round().to(torch.uint8).movedim(1, -1).squeeze(-1)

@@ -1,1 +1,1 @@
-"""The networks of the paper; no data, no loop."""
+"""The networks of the paper's experiments."""

@@ -1,4 +1,4 @@
-"""The layers the generative models are built from."""
+"""Layers shared by the variational auto-encoders."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from weightnorm import init_, weight_norm
 
 L = TypeVar("L", bound=nn.Module)
 RESIDUAL = 0.1
-"""Factor on what a residual block adds."""
+"""Scale of a residual branch."""
 
 
-def fresh(layer: L, normalize: bool) -> L:
-    """A layer as section 3 starts it: v ~ N(0, 0.05²), b = 0. What is not normalized has w = v.
+def initialized(layer: L, normalize: bool) -> L:
+    """Initialize a layer as in section 3: v ~ N(0, 0.05²) and b = 0.
 
-    A mask that the layer has is applied before the norm is taken.
+    With `normalize`, weight norm is applied; otherwise w = v. If the layer has a mask, the norm is
+    that of the masked v.
     """
     init_(layer, partial(nn.init.normal_, std=0.05))
     init_(layer, nn.init.zeros_, "bias")
@@ -26,12 +27,12 @@ def fresh(layer: L, normalize: bool) -> L:
 
 
 class ResidualBlock(nn.Module):
-    """x + 0.1·conv(ELU(conv(x)))."""
+    """Residual block: x + 0.1·conv(ELU(conv(x)))."""
 
-    def __init__(self, maps: int, normalize: bool) -> None:
+    def __init__(self, channels: int, normalize: bool) -> None:
         super().__init__()
-        self.conv1 = fresh(nn.Conv2d(maps, maps, 3, padding=1), normalize)
-        self.conv2 = fresh(nn.Conv2d(maps, maps, 3, padding=1), normalize)
+        self.conv1 = initialized(nn.Conv2d(channels, channels, 3, padding=1), normalize)
+        self.conv2 = initialized(nn.Conv2d(channels, channels, 3, padding=1), normalize)
 
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.conv2(F.elu(self.conv1(x)))

@@ -1,4 +1,4 @@
-"""ConvPool-CNN-C as the paper modifies it (appendix A): the network of the CIFAR-10 experiment."""
+"""ConvPool-CNN-C as modified by the paper (appendix A), for CIFAR-10."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 class GaussianNoise(nn.Module):
-    """x + σ·ε in training, x in evaluation."""
+    """Adds Gaussian noise in training: x + σ·ε."""
 
     def __init__(self, std: float) -> None:
         super().__init__()
@@ -31,11 +31,12 @@ class ConvPoolCNN(nn.Sequential):
     """Noise; 3 convolutions, pool, dropout; 3 more, pool, dropout; 3×3 unpadded, two 1×1; average.
 
     Args:
-        wrap: what becomes of each layer with weights, such as ``parameterize``.
-        width: factor on the paper's 96 and 192 channels.
-        channels: of the input; classes: of the output.
-        noise: standard deviation of the noise on the input.
-        dropout: probability, after each pooling.
+        wrap: applied to each layer with weights, such as ``parameterize``.
+        width: multiplier of the paper's 96 and 192 channels.
+        channels: input channels.
+        classes: output units.
+        noise: standard deviation of the noise added to the input.
+        dropout: dropout probability after each pooling layer.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ConvPoolCNN(nn.Sequential):
         noise: float = 0.15,
         dropout: float = 0.5,
     ) -> None:
-        narrow, wide = max(round(96 * width), 1), max(round(192 * width), 1)
+        narrow, wide = round(96 * width), round(192 * width)
 
         def layer(plain: nn.Module) -> nn.Module:
             return wrap(init_(plain, partial(nn.init.normal_, std=0.05)))  # section 3

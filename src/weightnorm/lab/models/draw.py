@@ -1,17 +1,17 @@
-"""DRAW (Gregor et al. 2015) as github.com/jbornschein/draw has it: the model of section 5.3.
+"""DRAW (Gregor et al. 2015) as implemented in github.com/jbornschein/draw (section 5.3).
 
-At each of T steps the encoder looks at the image x and at what the canvas c still lacks of it, a
-latent z is drawn, and the decoder adds to the canvas:
+At each of T steps the encoder reads from the image x and the error image x̂, a latent z is sampled,
+and the decoder writes to the canvas c:
 
     x̂ = x − sigmoid(c);  h_enc = LSTM([read(x, x̂, h_dec), h_dec]);
     z = μ(h_enc) + e^{log σ(h_enc)}·u;  h_dec = LSTM(z);  c = c + write(h_dec)
 
-The h_dec that is read is the previous step's. Canvas, states and cells start at 0.
+The h_dec in the first line is the previous step's. Canvas and LSTM states are initially 0.
 
 Note [once per sequence]
-    A step works on tensors, not on layers: `DRAW.weights` reads every layer once and hands its
-    weights to all T steps. So a normalized weight is computed once and differentiated once, and
-    layers that read the same thing are one product.
+    A step takes tensors, not layers: `DRAW.weights` computes all weights once and passes them to
+    every step. So a normalized weight is computed and differentiated once per sequence, and layers
+    with the same input are one matrix product.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightnorm.lab.models.attention import NUMBERS, Attention
+from weightnorm.lab.models.attention import WINDOW_PARAMETERS, Attention
 
 INIT_STD = 0.01
 
 
 class Affine(NamedTuple):
-    """x ↦ Wx + b, as tensors."""
+    """The map x ↦ Wx + b, as tensors."""
 
     weight: Tensor
     bias: Tensor
@@ -38,25 +38,25 @@ class Affine(NamedTuple):
         return F.linear(x, self.weight, self.bias)
 
 
-def stacked(*layers: nn.Linear) -> Affine:
-    """Layers that read the same thing, as one: their outputs side by side."""
+def concatenated(*layers: nn.Linear) -> Affine:
+    """Return layers with the same input as one map; their outputs are concatenated."""
     return Affine(torch.cat([a.weight for a in layers]), torch.cat([a.bias for a in layers]))
 
 
-class Cell(NamedTuple):
-    """State and cell of an LSTM, (B, H) each."""
+class LSTMState(NamedTuple):
+    """Hidden state and cell state of an LSTM, (B, H) each."""
 
     h: Tensor
     c: Tensor
 
 
-class CellWeights(NamedTuple):
+class LSTMWeights(NamedTuple):
     gates: Affine  # of [inputs, h]
     peepholes: Tensor
 
 
 class PeepholeLSTM(nn.Module):
-    """An LSTM whose gates see its cell through diagonal peepholes; the bias is the input's."""
+    """An LSTM with diagonal peepholes and one bias, the input layer's."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -64,19 +64,22 @@ class PeepholeLSTM(nn.Module):
         self.recurrent = nn.Linear(hidden, 4 * hidden, bias=False)
         self.peepholes = nn.Parameter(torch.empty(3, hidden))
 
-    def weights(self) -> CellWeights:
+    def weights(self) -> LSTMWeights:
         gates = torch.cat([self.input.weight, self.recurrent.weight], 1)
-        return CellWeights(Affine(gates, self.input.bias), self.peepholes)
+        return LSTMWeights(Affine(gates, self.input.bias), self.peepholes)
 
 
-def lstm(weights: CellWeights, cell: Cell, *inputs: Tensor) -> Cell:
-    """One step."""
-    return gated(weights.gates(*inputs, cell.h), weights.peepholes, cell.c)
+def lstm_step(weights: LSTMWeights, state: LSTMState, *inputs: Tensor) -> LSTMState:
+    """Return the next state; the inputs are concatenated."""
+    return apply_gates(weights.gates(*inputs, state.h), weights.peepholes, state.c)
 
 
-def gated(t: Tensor, peepholes: Tensor, c: Tensor) -> Cell:
-    """i = σ(t_i + p_i c), f = σ(t_f + p_f c), c′ = f c + i tanh t_g, o = σ(t_o + p_o c′),
-    h′ = o tanh c′."""
+def apply_gates(t: Tensor, peepholes: Tensor, c: Tensor) -> LSTMState:
+    """Return the next state, given the pre-activations t of the gates (i, f, g, o):
+
+    i = σ(t_i + p_i c), f = σ(t_f + p_f c), c′ = f c + i tanh t_g, o = σ(t_o + p_o c′),
+    h′ = o tanh c′.
+    """
     size = c.shape[1]
     t_if, t_g, t_o = t.split([2 * size, size, size], 1)
     p_if, p_o = peepholes.split([2, 1])
@@ -84,30 +87,30 @@ def gated(t: Tensor, peepholes: Tensor, c: Tensor) -> Cell:
     i, f = t_if.sigmoid().unbind(1)
     c = torch.addcmul(f * c, i, t_g.tanh())
     o = torch.addcmul(t_o, p_o, c).sigmoid()
-    return Cell(o * c.tanh(), c)
+    return LSTMState(o * c.tanh(), c)
 
 
-class Weights(NamedTuple):
-    """Everything the steps of a sequence share."""
+class SequenceWeights(NamedTuple):
+    """Weights that all steps of a sequence share."""
 
-    encoder: CellWeights
+    encoder: LSTMWeights
     code: Affine  # of h_enc: μ, log σ
-    decoder: CellWeights
-    out: Affine  # of h_dec: where to read next, where to write, what to write
+    decoder: LSTMWeights
+    outputs: Affine  # of h_dec: next read window, write window, patch
 
 
-class State(NamedTuple):
-    """What a step hands to the next."""
+class StepState(NamedTuple):
+    """State between two steps."""
 
     canvas: Tensor  # (B, side²), logits
-    encoder: Cell
-    decoder: Cell
-    read: Tensor  # (B, 5): the window to read next
-    write: Tensor  # (B, 5): the window last written to
+    encoder: LSTMState
+    decoder: LSTMState
+    read_window: Tensor  # (B, 5): parameters of the next read
+    write_window: Tensor  # (B, 5): parameters of the last write
 
 
 class Bound(NamedTuple):
-    """−ELBO of each example, in nats, in its two parts."""
+    """The two terms of −ELBO, per example, in nats."""
 
     nll: Tensor
     """−log p(x | z), summed over pixels: (B,)."""
@@ -119,27 +122,27 @@ class Bound(NamedTuple):
         return self.nll + self.kl
 
 
-class Drawing(NamedTuple):
-    """How images came about, step by step."""
+class GeneratedImages(NamedTuple):
+    """Generated images after every step."""
 
     canvases: Tensor
-    """Probabilities of the pixels: (T, B, side, side)."""
+    """Pixel probabilities: (T, B, side, side)."""
     boxes: Tensor
-    """Where the step wrote: centre y, x and side of the square its filters' means span, in pixels:
-    (T, B, 3)."""
+    """Position of each write: centre y, x and side of the square that the filters' means span, in
+    pixels: (T, B, 3)."""
 
 
 class DRAW(nn.Module):
-    """DRAW on images of `side` × `side` zeros and ones.
+    """DRAW on binary images of `side` × `side` pixels.
 
     Args:
         hidden: units of the encoder's and of the decoder's LSTM.
-        latent: length of z at each step.
-        read_size: the grid that reads has this many filters along each axis; write_size: the one
-            that writes.
-        attention: else every pixel is read and written at each step.
+        latent: dimension of z at each step.
+        read_size: filters along each axis of the read grid.
+        write_size: filters along each axis of the write grid.
+        attention: whether to read and write through filters, or all pixels at each step.
 
-    The number of steps is that of the noise.
+    The number of steps is given by the noise.
     """
 
     reader: Attention
@@ -166,7 +169,10 @@ class DRAW(nn.Module):
         self.decoder = PeepholeLSTM(latent, hidden)
         if attention:
             self.reader, self.writer = Attention(read_size, side), Attention(write_size, side)
-            self.read_window, self.write_window = (nn.Linear(hidden, NUMBERS) for _ in range(2))
+            self.read_window, self.write_window = (
+                nn.Linear(hidden, WINDOW_PARAMETERS) for _ in range(2)
+            )
+        # The patch to write. The name is part of saved state dicts.
         self.ink = nn.Linear(hidden, (write_size if attention else side) ** 2)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -174,20 +180,20 @@ class DRAW(nn.Module):
             else:
                 nn.init.normal_(parameter, std=INIT_STD)
 
-    def weights(self) -> Weights:
-        """The weights as they are now; see Note [once per sequence]."""
+    def weights(self) -> SequenceWeights:
+        """Return the current weights; see Note [once per sequence]."""
         windows = (self.read_window, self.write_window) if self.attention else ()
-        return Weights(
+        return SequenceWeights(
             self.encoder.weights(),
-            stacked(self.mean, self.log_sigma),
+            concatenated(self.mean, self.log_sigma),
             self.decoder.weights(),
-            stacked(*windows, self.ink),
+            concatenated(*windows, self.ink),
         )
 
     def forward(self, x: Tensor, noise: Tensor) -> Bound:
-        """The bound for images (B, side²), with the posterior's noise (T, B, latent)."""
+        """Return the bound for images (B, side²), given the posterior's noise (T, B, latent)."""
         weights, codes = self.weights(), []
-        state = self.start(x.shape[0], weights)
+        state = self.initial_state(x.shape[0], weights)
         for u in noise.unbind():
             state, code = self.step(x, u, state, weights)
             codes.append(code)
@@ -195,64 +201,70 @@ class DRAW(nn.Module):
         mean, log_sigma = torch.stack(codes).chunk(2, 2)  # (T, B, latent)
         return Bound(nll, kl_from_standard_normal(mean, log_sigma).sum((0, 2)))
 
-    def step(self, x: Tensor, u: Tensor, state: State, w: Weights) -> tuple[State, Tensor]:
-        """Look, draw a latent, paint; also (μ, log σ), (B, 2 · latent)."""
+    def step(
+        self, x: Tensor, u: Tensor, state: StepState, weights: SequenceWeights
+    ) -> tuple[StepState, Tensor]:
+        """Read, sample a latent, and write. Return the next state and (μ, log σ), (B, 2·latent)."""
         error = x - state.canvas.sigmoid()
-        encoder = lstm(w.encoder, state.encoder, *self.look(x, error, state), state.decoder.h)
-        code = w.code(encoder.h)
+        glimpse = self.read(x, error, state)
+        encoder = lstm_step(weights.encoder, state.encoder, *glimpse, state.decoder.h)
+        code = weights.code(encoder.h)
         mean, log_sigma = code.chunk(2, 1)
         z = torch.addcmul(mean, log_sigma.exp(), u)
-        return self.paint(z, state._replace(encoder=encoder), w), code
+        return self.decode(z, state._replace(encoder=encoder), weights), code
 
-    def look(self, x: Tensor, error: Tensor, state: State) -> tuple[Tensor, ...]:
-        """What the encoder sees of the image and of what it lacks."""
+    def read(self, x: Tensor, error: Tensor, state: StepState) -> tuple[Tensor, ...]:
+        """Return the glimpse of the image and of the error image."""
         if not self.attention:
             return x, error
-        return (self.reader.read((x, error), self.reader.window(state.read)),)
+        return (self.reader.read((x, error), self.reader.window(state.read_window)),)
 
-    def paint(self, z: Tensor, state: State, w: Weights) -> State:
-        """What a latent makes of the canvas."""
-        decoder = lstm(w.decoder, state.decoder, z)
-        read, write, ink = self._laid(w.out(decoder.h))
+    def decode(self, z: Tensor, state: StepState, weights: SequenceWeights) -> StepState:
+        """Take a decoder step and write its patch to the canvas."""
+        decoder = lstm_step(weights.decoder, state.decoder, z)
+        read_window, write_window, patch = self._split_outputs(weights.outputs(decoder.h))
         if self.attention:
-            ink = self.writer.write(ink, self.writer.window(write))
-        return State(state.canvas + ink, state.encoder, decoder, read, write)
+            patch = self.writer.write(patch, self.writer.window(write_window))
+        return StepState(state.canvas + patch, state.encoder, decoder, read_window, write_window)
 
     @torch.no_grad()
-    def generate(self, noise: Tensor) -> Drawing:
-        """Drawings from the prior: z is the noise, (T, B, latent)."""
+    def generate(self, noise: Tensor) -> GeneratedImages:
+        """Generate images from the prior: z is the noise, (T, B, latent)."""
         weights, canvases, boxes = self.weights(), [], []
-        state = self.start(noise.shape[1], weights)
+        state = self.initial_state(noise.shape[1], weights)
         for z in noise.unbind():
-            state = self.paint(z, state, weights)
+            state = self.decode(z, state, weights)
             canvases.append(state.canvas.sigmoid().unflatten(1, (self.side, self.side)))
-            boxes.append(self.box(state))
-        return Drawing(torch.stack(canvases), torch.stack(boxes))
+            boxes.append(self.written_box(state))
+        return GeneratedImages(torch.stack(canvases), torch.stack(boxes))
 
-    def box(self, state: State) -> Tensor:
-        """The square last written to: centre y, x and side, in pixels."""
+    def written_box(self, state: StepState) -> Tensor:
+        """Return the square of the last write: centre y, x and side, in pixels, (B, 3)."""
         if not self.attention:
             whole = state.canvas.new_tensor([self.side / 2 - 0.5] * 2 + [self.side - 1])
             return whole.expand(len(state.canvas), 3)
-        centre, stride, *_ = self.writer.window(state.write)
+        centre, stride, *_ = self.writer.window(state.write_window)
         return torch.cat([centre, stride * (self.writer.size - 1)], 1)
 
-    def start(self, count: int, w: Weights) -> State:
-        """An empty canvas, and states at 0."""
-        zeros = w.out.weight.new_zeros(count, self.hidden)
-        read, write, _ = self._laid(w.out(zeros))
-        canvas = zeros.new_zeros(count, self.side**2)
-        return State(canvas, Cell(zeros, zeros), Cell(zeros, zeros), read, write)
+    def initial_state(self, count: int, weights: SequenceWeights) -> StepState:
+        """Return an empty canvas, zero LSTM states, and the windows they give."""
+        zeros = weights.outputs.weight.new_zeros(count, self.hidden)
+        read_window, write_window, _ = self._split_outputs(weights.outputs(zeros))
+        canvas, lstm = zeros.new_zeros(count, self.side**2), LSTMState(zeros, zeros)
+        return StepState(canvas, lstm, lstm, read_window, write_window)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the step in place. The loop over it stays as it is: unrolled, it would keep a
-        compiler busy for minutes."""
+        """Compile one step in place. The loop over steps is not compiled: unrolled, it would take
+        minutes."""
         self.step = torch.compile(self.step, *args, **kwargs)  # type: ignore[method-assign]
 
-    def _laid(self, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        numbers = NUMBERS if self.attention else 0
-        read, write, ink = out.split([numbers, numbers, out.shape[1] - 2 * numbers], 1)
-        return read, write, ink
+    def _split_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split the decoder's outputs into read window, write window and patch."""
+        size = WINDOW_PARAMETERS if self.attention else 0
+        read_window, write_window, patch = outputs.split(
+            [size, size, outputs.shape[1] - 2 * size], 1
+        )
+        return read_window, write_window, patch
 
 
 def kl_from_standard_normal(mean: Tensor, log_sigma: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Inverse autoregressive flow: masked layers, the step they make, and the posterior made of steps.
+"""Inverse autoregressive flow: masked layers, flow steps, and the posterior.
 
-A step computes (m, s) of each element of z from the elements before it alone, and maps
-z ← (z − m)/eˢ. Its Jacobian is triangular with e⁻ˢ on the diagonal, so log q grows by exactly Σ s,
-and all elements are computed at once.
+A step computes (m, s) of each element of z from the elements before it, and maps
+z ← (z − m)/eˢ. Its Jacobian is triangular with e⁻ˢ on the diagonal, so log q increases by exactly
+Σ s, and all elements are computed in parallel.
 
 Note [order]
-    A vector's elements come in the order of their index, a stack of maps' in the order of the
-    pixels, row by row, and at one pixel in the order of the channels. A hidden unit has the degree
-    of the element it stands for and sees elements up to and including that one. The last layer
-    alone excludes the element itself: the diagonal is zero in exactly one layer.
+    Elements of a vector are ordered by index; those of a feature map by pixel, row by row, and
+    within a pixel by channel. Each hidden unit has the degree of one element and depends on
+    elements up to and including that one. Only the last layer excludes the element itself: the
+    diagonal of the mask is zero in exactly one layer.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightnorm.lab.models.blocks import fresh
+from weightnorm.lab.models.blocks import initialized
 from weightnorm.lab.models.likelihoods import Gaussian, gaussian_kl
 
 STEP_SIZE = 0.1
-"""Factor on m and s, so that a step starts near the identity."""
+"""Scale of m and s, so that a step is initially close to the identity."""
 
 
 # — masks —
 
 
 def degrees(units: int, elements: int, reverse: bool = False) -> Tensor:
-    """The element that each unit stands for: as many units for each, in order.
+    """Return the degree of each unit: units are divided evenly among the elements, in order.
 
     >>> degrees(6, 3).tolist(), degrees(3, 3, reverse=True).tolist()
     ([0, 0, 1, 1, 2, 2], [2, 1, 0])
@@ -41,22 +41,22 @@ def degrees(units: int, elements: int, reverse: bool = False) -> Tensor:
 
 
 def mask_between(inputs: Tensor, outputs: Tensor, *, diagonal: bool) -> Tensor:
-    """1 where an output may see an input, by their degrees: (outputs, inputs)."""
+    """Return 1 where an output may depend on an input, by their degrees: (outputs, inputs)."""
     distance = outputs[:, None] - inputs[None, :]
     return (distance >= 0 if diagonal else distance > 0).float()
 
 
-def spread_over_taps(channels: Tensor, size: int, *, reverse: bool = False) -> Tensor:
-    """A mask between channels as one for a kernel: all of them at the pixels before this one, the
-    mask at the pixel itself, nothing after it: (outputs, inputs, size, size)."""
+def kernel_mask(channels: Tensor, size: int, *, reverse: bool = False) -> Tensor:
+    """Extend a mask between channels to a kernel: 1 at the pixels before the centre, the mask at
+    the centre, 0 after it: (outputs, inputs, size, size)."""
     taps = torch.arange(size * size).view(size, size)
-    here = size * size // 2
-    before = (taps > here if reverse else taps < here).float()
-    return before + (taps == here) * channels[:, :, None, None]
+    centre = size * size // 2
+    before = (taps > centre if reverse else taps < centre).float()
+    return before + (taps == centre) * channels[:, :, None, None]
 
 
 class MaskedLinear(nn.Linear):
-    """t = (w∘mask)·x + b."""
+    """Linear layer with a masked weight: t = (w∘mask)·x + b."""
 
     mask: Tensor
 
@@ -69,7 +69,7 @@ class MaskedLinear(nn.Linear):
 
 
 class MaskedConv2d(nn.Conv2d):
-    """t = (w∘mask) ∗ x + b, at the size of x."""
+    """Convolution with a masked kernel: t = (w∘mask) ∗ x + b, of the size of x."""
 
     mask: Tensor
 
@@ -85,19 +85,20 @@ class MaskedConv2d(nn.Conv2d):
 
 
 def inverse_step(z: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """z ← (z − m)/eˢ; log q grows by Σ s."""
+    """Return (z − m)/eˢ; log q increases by Σ s."""
     return (z - mean) * (-log_scale).exp()
 
 
 class AutoregressiveStep(nn.Module):
-    """One step of the flow: masked layers with ELU give (m, s); the context enters at the first.
+    """One step of the flow: masked layers with ELU compute (m, s) of z and a context.
 
     Args:
-        elements: entries of z, or its channels.
-        hidden: units of each hidden layer, at least one; the context has as many as the first.
-        masked: what makes a masked layer, of the mask between its units.
-        reverse: go through the elements from the last to the first.
-        normalize: weight-normalize the masked layers.
+        elements: dimension of z, or its channels.
+        hidden: units of each hidden layer, at least one. The context is added to the first, so it
+            has the same size.
+        masked: constructor of a masked layer, called with the mask between its units.
+        reverse: order the elements from the last to the first.
+        normalize: apply weight norm to the masked layers.
     """
 
     def __init__(
@@ -110,14 +111,14 @@ class AutoregressiveStep(nn.Module):
         normalize: bool,
     ) -> None:
         super().__init__()
-        ranks = [degrees(units, elements, reverse) for units in (elements, *hidden)]
-        outputs = ranks[0].repeat(2)  # m and s of each element
-        masks = [mask_between(*pair, diagonal=True) for pair in pairwise(ranks)]
-        masks.append(mask_between(ranks[-1], outputs, diagonal=False))
-        self.layers = nn.ModuleList(fresh(masked(mask), normalize) for mask in masks)
+        by_layer = [degrees(units, elements, reverse) for units in (elements, *hidden)]
+        outputs = by_layer[0].repeat(2)  # m and s of each element
+        masks = [mask_between(*pair, diagonal=True) for pair in pairwise(by_layer)]
+        masks.append(mask_between(by_layer[-1], outputs, diagonal=False))
+        self.layers = nn.ModuleList(initialized(masked(mask), normalize) for mask in masks)
 
     def forward(self, z: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """The new z, and s: what log q of each element grows by."""
+        """Return the new z, and s, by which log q of each element increases."""
         first, *inner, last = self.layers
         h = F.elu(first(z) + context)
         for layer in inner:
@@ -127,13 +128,13 @@ class AutoregressiveStep(nn.Module):
 
 
 class Posterior(nn.Module):
-    """q(z|x): a diagonal Gaussian, and steps of flow that turn it into more. Without any steps it
-    stays diagonal.
+    """The posterior q(z|x): a diagonal Gaussian, transformed by steps of flow.
 
     Args:
-        steps: how many; each goes through the elements in the reverse order of the one before.
+        steps: number of steps, each in the reverse order of the one before; with 0 the posterior
+            is the diagonal Gaussian.
         elements, hidden, normalize: see AutoregressiveStep.
-        kernel: size of masked convolutions, for z of maps; None for z a vector.
+        kernel: size of masked convolutions, where z is a feature map; None where it is a vector.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Posterior(nn.Module):
             def masked(mask: Tensor) -> nn.Module:
                 if kernel is None:
                     return MaskedLinear(mask)
-                return MaskedConv2d(spread_over_taps(mask, kernel, reverse=reverse))
+                return MaskedConv2d(kernel_mask(mask, kernel, reverse=reverse))
 
             return AutoregressiveStep(
                 elements, hidden, masked, reverse=reverse, normalize=normalize
@@ -161,21 +162,21 @@ class Posterior(nn.Module):
         self.steps = nn.ModuleList(step(reverse=bool(i % 2)) for i in range(steps))
 
     def sample(self, base: Gaussian, context: Tensor) -> tuple[Tensor, Tensor]:
-        """z, and log q(z|x) element by element."""
+        """Sample z, and return it with log q(z|x), elementwise."""
         z = base.sample()
         log_q = base.log_density(z)
         for step in self.steps:
-            z, growth = step(z, context)
-            log_q = log_q + growth
+            z, increase = step(z, context)
+            log_q = log_q + increase
         return z, log_q
 
     def forward(
         self, base: Gaussian, context: Tensor, prior: Gaussian, *, at_sample: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """z, and KL(q ‖ prior) element by element.
+        """Sample z, and return it with KL(q ‖ prior), elementwise.
 
-        Exact for a diagonal Gaussian. Through a flow, or if asked for, it is the unbiased estimate
-        log q(z) − log p(z) at this z.
+        The KL is exact for a diagonal Gaussian. With a flow, or with `at_sample`, it is the
+        unbiased estimate log q(z) − log p(z) at this z.
         """
         z, log_q = self.sample(base, context)
         if at_sample or len(self.steps):

@@ -1,4 +1,4 @@
-"""The network of DQN (Mnih et al., 2015): from four frames to the value of each action."""
+"""The Q-network of DQN (Mnih et al., 2015): four frames → the value of each action."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KERNELS, STRIDES = (8, 4, 3), (4, 2, 1)
 
 
 class Pixels(nn.Module):
-    """uint8 → x/255, channels last: the layout in which the convolutions are fastest."""
+    """Scales uint8 pixels to [0, 1], in channels-last layout, where convolutions are fastest."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.float().contiguous(memory_format=torch.channels_last).mul_(1 / 255)
@@ -26,11 +26,11 @@ class QNetwork(nn.Sequential):
     """Three convolutions, a layer of 512 units, a value for each action; ReLU between.
 
     Args:
-        wrap: what becomes of each layer with weights, such as ``parameterize``.
-        actions: how many values.
-        shape: of a frame.
-        frames: in a state.
-        width: factor on the 32, 64 and 64 channels and the 512 units.
+        wrap: applied to each layer with weights, such as ``parameterize``.
+        actions: output units.
+        shape: height and width of a frame.
+        frames: frames in a state.
+        width: multiplier of the 32, 64 and 64 channels and the 512 units.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class QNetwork(nn.Sequential):
         frames: int = 4,
         width: float = 1.0,
     ) -> None:
-        first, second, third, hidden = (max(round(n * width), 1) for n in (32, 64, 64, 512))
+        first, second, third, hidden = (round(n * width) for n in (32, 64, 64, 512))
 
         def layer(plain: nn.Module) -> nn.Module:
             return wrap(init_(plain, partial(nn.init.normal_, std=0.05)))  # section 3
@@ -56,17 +56,17 @@ class QNetwork(nn.Sequential):
             *convolution(1, first, second),  # (B, 64, 9, 9)
             *convolution(2, second, third),  # (B, 64, 7, 7)
             nn.Flatten(),
-            layer(nn.Linear(third * prod(map(_left, shape)), hidden)),
+            layer(nn.Linear(third * prod(map(_output_size, shape)), hidden)),
             nn.ReLU(True),
             layer(nn.Linear(hidden, actions)),
         )
         self.to(memory_format=torch.channels_last)  # type: ignore
 
 
-def _left(side: int) -> int:
-    """What the convolutions leave of a side.
+def _output_size(side: int) -> int:
+    """Return the output height (or width) of the convolutions.
 
-    >>> _left(84)
+    >>> _output_size(84)
     7
     """
     for kernel, stride in zip(KERNELS, STRIDES, strict=True):

@@ -1,4 +1,4 @@
-"""What every variational auto-encoder here can do, in terms of what each defines."""
+"""Base class of the variational auto-encoders, and importance sampling."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 Code = tuple[Tensor, ...]
-"""What the encoder says of each example; the first axis of every tensor is the batch."""
+"""Output of an encoder; the first axis of every tensor is the batch."""
 
 
-class Terms(NamedTuple):
-    """The two terms of the bound, for each example."""
+class ElboTerms(NamedTuple):
+    """The two terms of the evidence lower bound, per example."""
 
     log_likelihood: Tensor
     """log p(x|z): (B,)."""
     kl: Tensor
-    """KL from the prior for each stochastic layer and each of its maps: (B, layers, maps)."""
+    """KL from the prior, per stochastic layer and channel: (B, layers, channels)."""
 
     @property
     def elbo(self) -> Tensor:
@@ -27,62 +27,62 @@ class Terms(NamedTuple):
 
 
 class VAE(nn.Module, ABC):
-    """log p(x) ≥ E_q[log p(x|z)] − KL(q(z|x) ‖ p(z)); called on images, it gives the two terms."""
+    """Computes the two terms of log p(x) ≥ E_q[log p(x|z)] − KL(q(z|x) ‖ p(z)) for images."""
 
     target_std: ClassVar[dict[str, float]]
-    """For the data-dependent initialization."""
+    """Argument of `data_dependent_init`."""
 
     @abstractmethod
     def encode(self, x: Tensor) -> Code:
-        """What q(z|x) needs to know of the images."""
+        """Return the parameters of q(z|x)."""
 
     @abstractmethod
     def decode(self, code: Code, *, at_sample: bool = False) -> tuple[Tensor, Tensor]:
-        """z ~ q(z|x): what p(x|z) is made of, and the KL term, see Terms. With `at_sample` the
-        latter is log q(z) − log p(z) also where the expectation is known."""
+        """Sample z ~ q(z|x), and return the parameters of p(x|z) and the KL of `ElboTerms`. With
+        `at_sample` the KL is log q(z) − log p(z) even where its expectation is known."""
 
     @abstractmethod
     def generate(self, count: int) -> Tensor:
-        """z ~ p(z): what p(x|z) is made of."""
+        """Sample z ~ p(z), and return the parameters of p(x|z)."""
 
     @abstractmethod
     def log_likelihood(self, x: Tensor, output: Tensor) -> Tensor:
-        """log p(x|z): (B,)."""
+        """Return log p(x|z): (B,)."""
 
     @abstractmethod
     def image(self, output: Tensor) -> Tensor:
-        """The mean of p(x|z) as an image, from 0 to 1: (B, C, H, W)."""
+        """Return the mean of p(x|z) as an image, from 0 to 1: (B, C, H, W)."""
 
-    def forward(self, x: Tensor) -> Terms:
+    def forward(self, x: Tensor) -> ElboTerms:
         output, kl = self.decode(self.encode(x))
-        return Terms(self.log_likelihood(x, output), kl)
+        return ElboTerms(self.log_likelihood(x, output), kl)
 
     def reconstruct(self, x: Tensor) -> Tensor:
-        """Images through z and back."""
+        """Encode and decode images."""
         return self.image(self.decode(self.encode(x))[0])
 
     def sample(self, count: int) -> Tensor:
-        """New images."""
+        """Generate images."""
         return self.image(self.generate(count))
 
 
-def log_importance_weights(model: VAE, x: Tensor, samples: int, most: int = 500) -> Tensor:
-    """log p(x|z)p(z)/q(z|x) at `samples` draws of z for each example: (B, samples).
+def log_importance_weights(model: VAE, x: Tensor, samples: int, max_rows: int = 500) -> Tensor:
+    """Return log p(x|z)p(z)/q(z|x) at `samples` samples of z per example: (B, samples).
 
-    Their mean is the bound; their log-mean-exp tends to log p(x). Encodes once; decodes no more
-    than about `most` rows at a time, so memory does not grow with the samples.
+    Their mean is the bound; their log-mean-exp converges to log p(x). Encodes once, and decodes
+    about `max_rows` rows at a time, so memory does not grow with the samples.
     """
     code = model.encode(x)
-    per_chunk = max(1, most // max(len(x), 1))
+    per_chunk = max(1, max_rows // max(len(x), 1))
     chunks = []
     for start in range(0, samples, per_chunk):
         times = min(per_chunk, samples - start)
         output, kl = model.decode(tuple(repeated(part, times) for part in code), at_sample=True)
-        terms = Terms(model.log_likelihood(repeated(x, times), output), kl)
+        terms = ElboTerms(model.log_likelihood(repeated(x, times), output), kl)
         chunks.append(terms.elbo.view(len(x), times))
     return torch.cat(chunks, dim=1)
 
 
 def repeated(x: Tensor, times: int) -> Tensor:
-    """Each example `times` times in a row."""
+    """Repeat each example `times` times in a row."""
     return x.repeat_interleave(times, dim=0)

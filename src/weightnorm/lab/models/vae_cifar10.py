@@ -1,8 +1,8 @@
-"""The VAE for CIFAR-10 (section 5.2): a ladder of stochastic layers, inferred in both directions.
+"""The VAE for CIFAR-10 (section 5.2): a ladder of stochastic layers, bidirectional inference.
 
-The upward pass reads the image and leaves at each layer what it has to say about that layer's z.
-The downward pass generates: it holds the prior of each z, and in inference adds its own view to
-the upward pass's, so that every posterior knows the image and the layers above.
+The bottom-up pass encodes the image and computes each layer's contribution to its posterior. The
+top-down pass generates: it computes the prior of each z and, in inference, its own contribution to
+the posterior. The sum of both parameterizes q, which so depends on the image and the layers above.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightnorm.lab.models.blocks import RESIDUAL, fresh
+from weightnorm.lab.models.blocks import RESIDUAL, initialized
 from weightnorm.lab.models.iaf import Posterior
 from weightnorm.lab.models.likelihoods import (
     BINS,
@@ -25,68 +25,79 @@ from weightnorm.lab.models.vae import VAE, Code
 
 
 class LadderLayer(nn.Module):
-    """A residual block up, a residual block down, and z between.
+    """A stochastic layer: a bottom-up residual block, a top-down residual block, and z.
 
     Args:
-        maps: deterministic maps, of the stream and of the context.
-        latents: maps of z.
-        flow_steps: of the posterior; 0 for a diagonal one.
-        halves: whether the stream above has half the size.
-        top: whether there is no stream above.
-        normalize: weight-normalize every layer.
+        channels: deterministic channels, of both passes and of the flow's context.
+        latents: channels of z.
+        flow_steps: steps of the posterior's flow; 0 for a diagonal posterior.
+        downsample: whether the layer above has half the resolution.
+        top: whether there is no layer above.
+        normalize: apply weight norm to every layer.
     """
 
     def __init__(
-        self, maps: int, latents: int, flow_steps: int, *, halves: bool, top: bool, normalize: bool
+        self,
+        channels: int,
+        latents: int,
+        flow_steps: int,
+        *,
+        downsample: bool,
+        top: bool,
+        normalize: bool,
     ) -> None:
         super().__init__()
-        self.halves = halves
-        context = maps if flow_steps else 0
-        self.view = [latents, latents, context]
-        """Channels of what either pass says of the posterior: mean, log std, context."""
+        self.downsample = downsample
+        context = channels if flow_steps else 0
+        self.sizes = [latents, latents, context]
+        """Channels of either pass's contribution to the posterior: mean, log std, context."""
 
         def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
-            return fresh(nn.Conv2d(inputs, outputs, 3, stride, padding=1), normalize)
+            return initialized(nn.Conv2d(inputs, outputs, 3, stride, padding=1), normalize)
 
-        self.up1 = conv(maps, (0 if top else maps) + sum(self.view), stride=2 if halves else 1)
-        self.up2 = None if top else conv(maps, maps)
-        self.down1 = conv(maps, maps + 2 * latents + sum(self.view))
-        if halves:
-            upward = nn.ConvTranspose2d(maps + latents, maps, 3, 2, padding=1, output_padding=1)
-            self.down2: nn.Module = fresh(upward, normalize)
+        upward = (0 if top else channels) + sum(self.sizes)
+        self.up1 = conv(channels, upward, stride=2 if downsample else 1)
+        self.up2 = None if top else conv(channels, channels)
+        self.down1 = conv(channels, channels + 2 * latents + sum(self.sizes))
+        if downsample:
+            upsample = nn.ConvTranspose2d(
+                channels + latents, channels, 3, 2, padding=1, output_padding=1
+            )
+            self.down2: nn.Module = initialized(upsample, normalize)
         else:
-            self.down2 = conv(maps + latents, maps)
-        self.posterior = Posterior(flow_steps, latents, (maps,), normalize=normalize, kernel=3)
+            self.down2 = conv(channels + latents, channels)
+        self.posterior = Posterior(flow_steps, latents, (channels,), normalize=normalize, kernel=3)
 
     def up(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The stream one layer up, and what this layer's posterior gets from it."""
+        """Return the input of the layer above, and the contribution to this layer's posterior."""
         t = self.up1(F.elu(x))
-        h, view = t.split([t.shape[1] - sum(self.view), sum(self.view)], dim=1)
+        h, bottom_up = t.split([t.shape[1] - sum(self.sizes), sum(self.sizes)], dim=1)
         if self.up2 is None:
-            return x, view
-        if self.halves:
+            return x, bottom_up
+        if self.downsample:
             x = x[:, :, ::2, ::2]
-        return x + RESIDUAL * self.up2(F.elu(h)), view
+        return x + RESIDUAL * self.up2(F.elu(h)), bottom_up
 
     def down(
-        self, x: Tensor, view: Tensor | None, *, at_sample: bool = False
+        self, x: Tensor, bottom_up: Tensor | None, *, at_sample: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The stream one layer down, and the KL of each map of z: (B, latents).
+        """Return the input of the layer below, and the KL of each channel of z: (B, latents).
 
-        Without a view from the upward pass z is drawn from the prior, and the KL is 0.
+        Without `bottom_up` z is sampled from the prior, and the KL is 0.
         """
         t = self.down1(F.elu(x))
-        latents, own = self.view[0], sum(self.view)
-        h, *prior, mine = t.split([t.shape[1] - 2 * latents - own, latents, latents, own], dim=1)
-        if view is None:
+        latents, size = self.sizes[0], sum(self.sizes)
+        sizes = [t.shape[1] - 2 * latents - size, latents, latents, size]
+        h, *prior, top_down = t.split(sizes, dim=1)
+        if bottom_up is None:
             z = Gaussian(*prior).sample()
             kl = z.new_zeros(z.shape[:2])
         else:
-            mean, log_std, context = (view + mine).split(self.view, dim=1)
+            mean, log_std, context = (bottom_up + top_down).split(self.sizes, dim=1)
             base = Gaussian(mean, log_std)
             z, kl = self.posterior(base, context, Gaussian(*prior), at_sample=at_sample)
             kl = kl.sum((2, 3))
-        if self.halves:
+        if self.downsample:
             x = F.interpolate(x, scale_factor=2.0)
         return x + RESIDUAL * self.down2(F.elu(torch.cat([z, h], dim=1))), kl
 
@@ -95,16 +106,16 @@ class Cifar10VAE(VAE):
     """Ladder layers at 16×16, 8×8 and 4×4 over images of 32×32.
 
     Args:
-        normalize: weight-normalize every layer.
-        width: factor on the 64 maps.
-        depth: ladder layers at each size.
-        latents: maps of each layer's z.
-        flow_steps: of each posterior; 0 for diagonal ones.
+        normalize: apply weight norm to every layer.
+        width: multiplier of the 64 channels.
+        depth: ladder layers at each resolution.
+        latents: channels of each layer's z.
+        flow_steps: steps of each posterior's flow; 0 for diagonal posteriors.
     """
 
-    target_std: ClassVar = {"*": 0.1}  # as the authors have it
+    target_std: ClassVar = {"*": 0.1}  # as in the authors' code
     layers: Sequence[LadderLayer]
-    """From the image up."""
+    """From the image to the top."""
 
     def __init__(
         self,
@@ -116,49 +127,49 @@ class Cifar10VAE(VAE):
         flow_steps: int = 1,
     ) -> None:
         super().__init__()
-        maps = max(round(64 * width), 1)
-        self.enter = fresh(nn.Conv2d(3, maps, 5, 2, padding=2), normalize)
+        channels = round(64 * width)
+        self.enter = initialized(nn.Conv2d(3, channels, 5, 2, padding=2), normalize)
         self.layers = nn.ModuleList(  # type: ignore[assignment]
             LadderLayer(
-                maps,
+                channels,
                 latents,
                 flow_steps,
-                halves=i in (depth, 2 * depth),
+                downsample=i in (depth, 2 * depth),
                 top=i == 3 * depth - 1,
                 normalize=normalize,
             )
             for i in range(3 * depth)
         )
-        self.top = nn.Parameter(torch.zeros(maps, 1, 1))
-        leave = nn.ConvTranspose2d(maps, 3, 5, 2, padding=2, output_padding=1)
-        self.leave = fresh(leave, normalize)
-        self.log_scale = nn.Parameter(torch.tensor(-2.0))  # near the pixels' own spread
+        self.top = nn.Parameter(torch.zeros(channels, 1, 1))
+        leave = nn.ConvTranspose2d(channels, 3, 5, 2, padding=2, output_padding=1)
+        self.leave = initialized(leave, normalize)
+        self.log_scale = nn.Parameter(torch.tensor(-2.0))  # near the pixels' std
 
     def encode(self, x: Tensor) -> Code:
-        h = self.enter(centred(x))  # (B, 64, 16, 16)
-        views = []
+        h = self.enter(center_pixels(x))  # (B, 64, 16, 16)
+        contributions = []
         for layer in self.layers:
-            h, view = layer.up(h)
-            views.append(view)
-        return tuple(views)
+            h, bottom_up = layer.up(h)
+            contributions.append(bottom_up)
+        return tuple(contributions)
 
     def decode(self, code: Code, *, at_sample: bool = False) -> tuple[Tensor, Tensor]:
-        h = self.start(len(code[0]))
+        h = self.top_input(len(code[0]))
         kls = []
-        for layer, view in zip(reversed(self.layers), reversed(code), strict=True):
-            h, kl = layer.down(h, view, at_sample=at_sample)
+        for layer, bottom_up in zip(reversed(self.layers), reversed(code), strict=True):
+            h, kl = layer.down(h, bottom_up, at_sample=at_sample)
             kls.append(kl)
         return self.leave(F.elu(h)), torch.stack(kls, dim=1)
 
     def generate(self, count: int) -> Tensor:
-        h = self.start(count)
+        h = self.top_input(count)
         for layer in reversed(self.layers):
             h, _ = layer.down(h, None)
         output: Tensor = self.leave(F.elu(h))
         return output
 
-    def start(self, count: int) -> Tensor:
-        """What the downward pass starts from."""
+    def top_input(self, count: int) -> Tensor:
+        """Return the learned input of the top-down pass."""
         return self.top.expand(count, -1, 4, 4)
 
     def log_likelihood(self, x: Tensor, output: Tensor) -> Tensor:
@@ -169,6 +180,6 @@ class Cifar10VAE(VAE):
         return (output + 0.5).clamp(0, 1)
 
 
-def centred(pixels: Tensor) -> Tensor:
-    """(p + ½)/256 − ½, from −½ to ½."""
+def center_pixels(pixels: Tensor) -> Tensor:
+    """Return (p + ½)/256 − ½, from −½ to ½."""
     return (pixels + 0.5) / BINS - 0.5

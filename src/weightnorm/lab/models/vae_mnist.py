@@ -1,4 +1,4 @@
-"""The convolutional VAE for MNIST (section 5.2): ResNet encoder and decoder around one z."""
+"""The convolutional VAE for MNIST (section 5.2): ResNet encoder and decoder, one vector z."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from weightnorm.lab.models.blocks import ResidualBlock, fresh
+from weightnorm.lab.models.blocks import ResidualBlock, initialized
 from weightnorm.lab.models.iaf import Posterior
 from weightnorm.lab.models.likelihoods import Gaussian, bernoulli_log_likelihood
 from weightnorm.lab.models.vae import VAE, Code
 
 
 class MnistVAE(VAE):
-    """Sequences of residual blocks on 16, 32 and 32 maps, halved in size between; 450 units; z.
+    """Residual blocks with 16, 32 and 32 channels, downsampled in between; 450 units; z.
 
     Args:
-        normalize: weight-normalize every layer.
-        width: factor on the maps and units, also those of the flow.
-        depth: residual blocks in each sequence.
-        latents: elements of z.
-        flow_steps: of the posterior; 0 for a diagonal one.
-        side: of the images; a multiple of 4.
+        normalize: apply weight norm to every layer.
+        width: multiplier of the channels and units, including those of the flow.
+        depth: residual blocks at each resolution.
+        latents: dimension of z.
+        flow_steps: steps of the posterior's flow; 0 for a diagonal posterior.
+        side: height and width of the images, a multiple of 4.
     """
 
     target_std: ClassVar = {"posterior_base": 0.1}  # q starts near the prior
@@ -38,11 +38,11 @@ class MnistVAE(VAE):
         side: int = 28,
     ) -> None:
         super().__init__()
-        narrow, wide, units, hidden = (max(round(n * width), 1) for n in (16, 32, 450, 320))
+        narrow, wide, units, hidden = (round(n * width) for n in (16, 32, 450, 320))
         self.latents = latents
 
         def layer(plain: nn.Module) -> list[nn.Module]:
-            return [fresh(plain, normalize), nn.ELU()]
+            return [initialized(plain, normalize), nn.ELU()]
 
         def conv(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
             return layer(nn.Conv2d(inputs, outputs, 3, stride, padding=1))
@@ -50,8 +50,8 @@ class MnistVAE(VAE):
         def upconv(inputs: int, outputs: int) -> list[nn.Module]:
             return layer(nn.ConvTranspose2d(inputs, outputs, 3, 2, padding=1, output_padding=1))
 
-        def blocks(maps: int) -> list[nn.Module]:
-            return [ResidualBlock(maps, normalize) for _ in range(depth)]
+        def blocks(channels: int) -> list[nn.Module]:
+            return [ResidualBlock(channels, normalize) for _ in range(depth)]
 
         small = (wide, side // 4, side // 4)
         flat = small[0] * small[1] * small[2]
@@ -65,8 +65,8 @@ class MnistVAE(VAE):
             nn.Flatten(),  # (B, 1568)
             *layer(nn.Linear(flat, units)),
         )
-        self.posterior_base = fresh(nn.Linear(units, 2 * latents), normalize)
-        self.context = fresh(nn.Linear(units, hidden), normalize) if flow_steps else None
+        self.posterior_base = initialized(nn.Linear(units, 2 * latents), normalize)
+        self.context = initialized(nn.Linear(units, hidden), normalize) if flow_steps else None
         self.posterior = Posterior(flow_steps, latents, (hidden, hidden), normalize=normalize)
         self.decoder = nn.Sequential(
             *layer(nn.Linear(latents, units)),
@@ -77,7 +77,7 @@ class MnistVAE(VAE):
             *blocks(wide),
             *upconv(wide, narrow),  # (B, 16, 28, 28)
             *blocks(narrow),
-            fresh(nn.Conv2d(narrow, 1, 3, padding=1), normalize),  # logits
+            initialized(nn.Conv2d(narrow, 1, 3, padding=1), normalize),  # logits
         )
 
     def encode(self, x: Tensor) -> Code:

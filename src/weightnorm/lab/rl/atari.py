@@ -5,7 +5,7 @@ two, since sprites flicker, in greyscale and at 84×84. Sticky actions are off, 
 game's minimal one, there is no time limit, and a game starts with 0 to 30 no-ops.
 
 ale-py's own vectorized environment differs: it resizes by area, makes at most 29 no-ops, returns
-stale frames at the end of a game, and has no state dict. The tests compare the two where they agree.
+stale frames at the end of a game, and has no state dict. The tests compare both where they agree.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class ReplayBuffer:
             self.terminal.fill_(1)  # slots from before the first frame belong to no life
         slot = self.steps % self.slots
         self.frames[slot] = torch.from_numpy(frame)
-        self._checksums[slot] = crc32(np.ascontiguousarray(frame))
+        self._checksums[slot] = crc32(frame.tobytes())
 
     def append_transition(self, action: int, reward: float, terminal: bool) -> None:
         """Store the action taken at the newest frame and its outcome."""
@@ -161,7 +161,7 @@ class ReplayBuffer:
         rewards, frames, actions, terminal = self._arrays
         for time in range(max(first, 0), self.steps + 1):
             slot = time % self.slots
-            self._checksums[slot] = crc32(frames[slot])
+            self._checksums[slot] = crc32(frames[slot].tobytes())
             if time < self.steps:
                 transition = _packed(rewards[slot], actions[slot], terminal[slot])
                 self._checksums[slot] = crc32(transition, self._checksums[slot])
@@ -177,7 +177,7 @@ class ReplayBuffer:
 
     def _checksum(self) -> int:
         times = np.arange(max(self._first_needed(), 0), self.steps + 1)
-        return crc32(self._checksums[times % self.slots])
+        return crc32(self._checksums[times % self.slots].tobytes())
 
     def discard(self) -> None:
         """Delete the file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
+from collections.abc import Mapping
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple
@@ -29,8 +30,8 @@ class Limits(NamedTuple):
 
     def __str__(self) -> str:
         """
-        >>> print(POSITIVE, "|", NONNEGATIVE, "|", PROBABILITY, "|", at_least(2, 10))
-        a positive number | a finite number of 0 or more | from 0 to 1 | from 2 to 10
+        >>> print(POSITIVE, "|", NONNEGATIVE, "|", PROBABILITY)
+        a positive number | a finite number of 0 or more | from 0 to 1
         """
         low, high = (f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (self.low, self.high))
         if self.high == math.inf:
@@ -43,23 +44,20 @@ class Limits(NamedTuple):
         return f"from {low} to {high}"
 
 
-def at_least(low: int, high: int = 10**9) -> Limits:
-    """Limits of a count."""
-    return Limits(low, high)
-
-
-COUNT = at_least(1)
-"""Number of steps, epochs or examples."""
-SIZE = at_least(1, 100_000)
-"""Dimension of a tensor in memory."""
+COUNT = Limits(1, 10**9)
+"""A number of steps, epochs or examples."""
+SIZE = Limits(1, 100_000)
+"""A dimension of a tensor."""
+SEVERAL = Limits(2, 100_000)
+"""A number of examples whose mean and variance are taken."""
 POSITIVE = Limits(0, math.inf, open_low=True, open_high=True)
 NONNEGATIVE = Limits(0, math.inf, open_high=True)
 PROBABILITY = Limits(0, 1)
 
 
-def validate(config: Any, limits: typing.Mapping[str, Limits]) -> None:
+def validate(config: Any, limits: Mapping[str, Limits]) -> None:
     """Raise a ConfigError for a field of the wrong type or outside of its limits."""
-    for name, hint in _hints(type(config)).items():
+    for name, hint in _hints(config.__class__).items():
         value = getattr(config, name)
         shown = repr(value) if isinstance(value, str) else value
         require(_is_instance(value, hint), name, shown, _expected(hint))
@@ -68,7 +66,7 @@ def validate(config: Any, limits: typing.Mapping[str, Limits]) -> None:
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 

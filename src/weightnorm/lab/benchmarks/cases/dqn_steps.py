@@ -34,8 +34,8 @@ from weightnorm.lab.experiments import dqn
 from weightnorm.lab.experiments.dqn import Agent, Config, train_step
 from weightnorm.lab.malloc import keep_freed_memory
 from weightnorm.lab.rl.atari import Atari, Game
-from weightnorm.lab.rl.episodes import Beginning, Player
-from weightnorm.lab.rl.replay_buffer import Replay
+from weightnorm.lab.rl.episodes import InitialBaseline, Player
+from weightnorm.lab.rl.replay_buffer import ReplayBuffer
 
 STANDARD = "standard"
 TORCHS = "weight norm, torch's"
@@ -58,9 +58,9 @@ class TorchsAgent(Agent):
             self.model.parameters(), lr=config.learning_rate, betas=(0.5, 0.999)
         )
 
-    def refresh(self) -> None: ...
+    def update_actor(self) -> None: ...
 
-    def sync(self) -> None:
+    def update_target(self) -> None:
         self.target.load_state_dict(self.model.state_dict())
 
 
@@ -68,15 +68,15 @@ def learner(config: Config, kind: type[Agent], steps: int, threads: int) -> Step
     """An agent that has begun to learn, with memory as a run has it; each turn is so many steps."""
     torch.set_num_threads(threads)
     keep_freed_memory()
-    player, beginning = Player(Atari(config.game)), Beginning()
+    player, baseline = Player(Atari(config.game)), InitialBaseline()
     agent = kind(config, player.game, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:  # the file goes, its map stays
-        replay = Replay(Path(folder, "replay.bin"), config.replay_size, player.game.shape)
-    replay.see(player.start())
+        replay = ReplayBuffer(Path(folder, "replay.bin"), config.replay_size, player.game.shape)
+    replay.append_frame(player.reset())
 
     def play(count: int) -> None:
         for _ in range(count):
-            train_step(agent, player, replay, beginning)
+            train_step(agent, player, replay, baseline)
 
     play(config.replay_start)
     return lambda: play(steps)
@@ -128,7 +128,7 @@ def gym_of(name: str) -> Any:
             self.action_space = gymnasium.spaces.Discrete(self.game.actions)
 
         def reset(self, **_: Any) -> Any:
-            return self.game.start()[:, :, None], {}
+            return self.game.reset()[:, :, None], {}
 
         def step(self, action: Any) -> Any:
             step = self.game.step(int(action))

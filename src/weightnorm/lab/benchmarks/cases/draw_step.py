@@ -26,7 +26,7 @@ from weightnorm.lab.benchmarks.peers import (
     flavour,
 )
 from weightnorm.lab.benchmarks.roofline import operations
-from weightnorm.lab.models.draw import DRAW, Bound, Cell, gated, kl_from_standard_normal
+from weightnorm.lab.models.draw import DRAW, Bound, LSTMState, apply_gates, kl_from_standard_normal
 
 
 class LayerByLayer(DRAW):
@@ -35,17 +35,17 @@ class LayerByLayer(DRAW):
     def forward(self, x: Tensor, noise: Tensor) -> Bound:
         assert self.attention
         canvas, kl = torch.zeros_like(x), x.new_zeros(len(x))
-        encoder = decoder = Cell(*x.new_zeros(2, len(x), self.hidden))
+        encoder = decoder = LSTMState(*x.new_zeros(2, len(x), self.hidden))
         for u in noise:
             window = self.reader.window(self.read_window(decoder.h))
             glimpse = self.reader.read((x, x - canvas.sigmoid()), window)
             t = self.encoder.input(torch.cat([glimpse, decoder.h], 1))
             t = t + self.encoder.recurrent(encoder.h)
-            encoder = gated(t, self.encoder.peepholes, encoder.c)
+            encoder = apply_gates(t, self.encoder.peepholes, encoder.c)
             mean, log_sigma = self.mean(encoder.h), self.log_sigma(encoder.h)
             kl = kl + kl_from_standard_normal(mean, log_sigma).sum(1)
             t = self.decoder.input(mean + log_sigma.exp() * u) + self.decoder.recurrent(decoder.h)
-            decoder = gated(t, self.decoder.peepholes, decoder.c)
+            decoder = apply_gates(t, self.decoder.peepholes, decoder.c)
             window = self.writer.window(self.write_window(decoder.h))
             canvas = canvas + self.writer.write(self.ink(decoder.h), window)
         return Bound(F.binary_cross_entropy_with_logits(canvas, x, reduction="none").sum(1), kl)

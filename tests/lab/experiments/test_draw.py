@@ -86,7 +86,8 @@ WINDOWS = ("read_window.weight", "write_window.weight")
 def small_model(attention=True):
     torch.manual_seed(0)
     model = DRAW(side=6, hidden=5, latent=3, write_size=3, attention=attention)
-    return weight_norm_model(model)
+    weight_norm_model(model)
+    return model
 
 
 def norms(model):

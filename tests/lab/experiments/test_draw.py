@@ -126,7 +126,9 @@ def test_initial_g_of_norm_leaves_the_function_unchanged(attention):
 
 @pytest.mark.parametrize("value", ["two", "", None, 1.0])
 def test_unknown_initial_g_is_refused(value):
-    with pytest.raises(ConfigError, match=r"initial-g is .*; expected one of norm, one, one-except"):
+    with pytest.raises(
+        ConfigError, match=r"initial-g is .*; expected one of norm, one, one-except"
+    ):
         replace(draw.PAPER, initial_g=value)
 
 

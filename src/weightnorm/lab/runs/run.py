@@ -237,8 +237,10 @@ class Run:
 
     def batches(self, examples: int, size: int) -> Iterator[Tensor]:
         """This rank's rows of each minibatch still to do in this epoch, reshuffled every epoch."""
-        order = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.epoch)
-        for rows in self._watched(torch.randperm(examples, generator=order).split(size)):
+        seed = (self.config.seed * 1_000_003 + self.epoch) % 2**63
+        order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed))
+        # On the device: an index on the CPU would make every step wait for a copy.
+        for rows in self._watched(order.to(self.device).split(size)):
             self.batch = len(rows)
             yield self.ranks.share(rows)
 

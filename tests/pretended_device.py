@@ -85,7 +85,7 @@ def pretend() -> None:
 
 
 def assign_converted(module, fn, recurse=True):
-    """`Module._apply` with new parameters: torch cannot change the data of fake tensors in place."""
+    """`Module._apply` with new parameters: torch cannot change fake ones in place."""
     for child in module.children() if recurse else ():
         child._apply(fn)
     for key, p in module._parameters.items():
@@ -127,9 +127,9 @@ class NoDeviceReads(TorchDispatchMode):
                 return torch.empty(source.shape, dtype=dtype, device=device)
         out = func(*args, **kwargs)
         on_device = any(x.device.type == DEVICE for x in inputs)
-        if on_device and func is not aten.copy_.default:
-            if any(x.device.type == "cpu" and x.dim() for x in inputs):
-                raise DeviceRead(f"{func} takes a tensor on the CPU and one on the device")
+        mixed = on_device and any(x.device.type == "cpu" and x.dim() for x in inputs)
+        if mixed and func is not aten.copy_.default:  # a copy to the device does not wait for it
+            raise DeviceRead(f"{func} takes a tensor on the CPU and one on the device")
         outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         if on_device and any(x.device.type == "cpu" for x in outputs):
             raise DeviceRead(f"{func} copies from the device to the CPU")

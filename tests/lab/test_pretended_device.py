@@ -1,4 +1,4 @@
-"""One training step of every experiment on a pretended accelerator; see tests/pretended_device.py."""
+"""Training steps of every experiment on a pretended accelerator (tests/pretended_device.py)."""
 
 from contextlib import contextmanager
 from dataclasses import replace

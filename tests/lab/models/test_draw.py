@@ -139,9 +139,9 @@ def test_each_weight_is_computed_once_per_sequence(monkeypatch):
     computed = []
     compose = kernels.compose
 
-    def counted(v, *args):
+    def counted(*, v, **options):
         computed.append(v)
-        return compose(v, *args)
+        return compose(v=v, **options)
 
     monkeypatch.setattr(kernels, "compose", counted)
     model = build(normalize=True)

@@ -4,8 +4,18 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightnorm.functional import Parts, compose, decompose, gradients, norm, project
+from weightnorm import kernels
+from weightnorm.functional import (
+    Parts,
+    compose,
+    decompose,
+    gradients,
+    norm,
+    project,
+    row_norm_low_rank,
+)
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
@@ -132,3 +142,91 @@ def test_v_and_g_are_keyword_only():
     with pytest.raises(TypeError, match="positional"):
         gradients(v, v, g)
     assert Parts._fields == ("v", "g")
+
+
+# ‖W + sBA‖ without building the matrix
+
+
+def low_rank(out=6, n=9, rank=2, dtype=torch.float64):
+    shapes = ((out, n), (rank, n), (out, rank))
+    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 4), st.floats(-4, 4))
+def test_low_rank_norm_equals_the_naive_one(out, n, rank, s):
+    W, A, B = low_rank(out, n, rank)
+    expected = norm(W + s * B @ A)
+    torch.testing.assert_close(row_norm_low_rank(W, A, B, s), expected, atol=1e-7, rtol=1e-9)
+
+
+def test_low_rank_norm_derivatives_match_finite_differences():
+    inputs = [x.requires_grad_() for x in low_rank(3, 4, 2)]
+    s = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(row_norm_low_rank, (*inputs, s))
+    assert torch.autograd.gradgradcheck(row_norm_low_rank, (*inputs, s))
+
+
+def test_low_rank_norm_second_derivative_at_a_zero_row_of_w():
+    W, A, B = low_rank(1, 3, 1)
+    hessian = torch.autograd.functional.hessian
+    got = hessian(lambda W: row_norm_low_rank(W, A, B).sum(), torch.zeros_like(W))
+    naive = hessian(lambda W: norm(W + B @ A).sum(), torch.zeros_like(W))
+    torch.testing.assert_close(got, naive)
+
+
+def test_low_rank_norm_gradients_equal_the_naive_ones():
+    inputs = [x.requires_grad_() for x in low_rank()]
+    W, A, B = inputs
+    got = torch.autograd.grad(row_norm_low_rank(W, A, B, 0.3).sin().sum(), inputs)
+    naive = torch.autograd.grad(norm(W + 0.3 * B @ A).sin().sum(), inputs)
+    torch.testing.assert_close(got, naive)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_low_rank_norm_is_float32_for_half_precision(dtype):
+    W, A, B = low_rank(32, 64, 4, dtype)
+    got = row_norm_low_rank(W, A, B, 0.5)
+    assert got.dtype is torch.float32
+    exact = norm(W.double() + 0.5 * B.double() @ A.double())
+    torch.testing.assert_close(got.double(), exact, atol=0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_low_rank_norm_where_the_terms_cancel(dtype):
+    _, A, B = low_rank(200, 64, 4, dtype)
+    A, B = A.requires_grad_(), B.requires_grad_()
+    W = (B @ A).detach()
+    W[0] = B.detach()[0] = 0  # cancels exactly
+    got = row_norm_low_rank(W, A, B, -1.0)
+    assert (got <= 4 * torch.finfo(dtype).eps ** 0.5 * norm(W)).all()  # NaN is not
+    assert got[0] == 0
+    gradients = torch.autograd.grad(got[:1].sum(), (A, B))
+    assert all((x == 0).all() for x in gradients)
+
+
+def test_low_rank_norm_builds_no_matrix_of_the_size_of_w(monkeypatch):
+    class LargestResult(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not func.is_view:
+                self.largest = max(self.largest, out.numel())
+            return out
+
+    monkeypatch.setattr(kernels, "is_eager", lambda v: True)  # as without the dispatch mode
+    W, A, B = low_rank(64, 64, 4)
+    with LargestResult() as seen:
+        row_norm_low_rank(W, A, B)
+    assert seen.largest <= B.numel()
+    with LargestResult() as seen:
+        norm(W + B @ A)
+    assert seen.largest == W.numel()
+
+
+@pytest.mark.parametrize(
+    "shapes", [((3, 4), (2, 5), (3, 2)), ((3, 4), (2, 4), (3, 1)), ((3, 4, 1), (2, 4), (3, 2))]
+)
+def test_low_rank_norm_wrong_shapes_raise(shapes):
+    with pytest.raises(ValueError, match=r"expected \(out, in\), \(rank, in\), \(out, rank\)"):
+        row_norm_low_rank(*map(torch.ones, shapes))

@@ -23,6 +23,7 @@ from weightnorm.optimizer import WeightNormOptimizer
 from weightnorm.parameterizations import Parameterization, parameterize
 from weightnorm.parametrization import WeightNorm
 from weightnorm.reparam import init_, weight_norm, weight_norm_model
+from weightnorm.robust_init import robust_init
 from weightnorm.state_dicts import convert_state_dict, load_state_dict
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "parameterize",
     "parts",
     "remove_weight_norm",
+    "robust_init",
     "unnormalized_weights",
     "update_running_means",
     "weight_norm",

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -139,7 +137,7 @@ class _Initializer:
     """Sets each layer in a forward hook, during the pass of the model; use as a context."""
 
     def __init__(self, model: nn.Module, target_std: TargetStd, group: Group) -> None:
-        self.names = {module: name for name, module in _targets(model)}
+        self.names = {module: name for name, module in target_layers(model)}
         self.targets = _target_stds(list(self.names.values()), target_std)
         self.owners = layers.parameter_owners(model)
         self.group = group
@@ -181,7 +179,7 @@ class _Initializer:
         inputs = self._entered.pop(module, ((), {}))
         if module in self.rows:
             return None
-        name, layer = self.names[module], _layer_of(module)
+        name, layer = self.names[module], layer_of(module)
         if reason := self._cannot_set(layer, output):
             self.rows[module] = _skipped(name, layer, reason)
             return None
@@ -212,7 +210,7 @@ class _Initializer:
 
     def _is_shared(self, layer: nn.Module) -> str:
         """Return a reason if a parameter belongs to a module that ran, or that is not a target."""
-        targets = {_layer_of(module): module for module in self.names}
+        targets = {layer_of(module): module for module in self.names}
         for parameter in layers.own_parameters(layer):
             for name, other in self.owners.get(layers.memory_key(parameter), ()):
                 if other is layer:
@@ -245,7 +243,7 @@ class _LayerRun(NamedTuple):
 
     @property
     def layer(self) -> Any:
-        return _layer_of(self.module)
+        return layer_of(self.module)
 
     @property
     def axis(self) -> int:
@@ -483,7 +481,7 @@ _NARROW = 1e-2
 """Units with σ below this fraction of |μ| are measured by the precise form."""
 
 
-def _targets(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def target_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers whose output is a pre-activation; mean-only batch norm around a layer
     counts as that layer."""
     wrapped = {module.layer for module in model.modules() if isinstance(module, Centered)}
@@ -499,17 +497,14 @@ def _target_stds(names: list[str], target_std: TargetStd) -> dict[str, float]:
     wanted = target_std if isinstance(target_std, Mapping) else {"*": target_std}
     targets = dict.fromkeys(names, 1.0)
     for pattern, std in wanted.items():
-        matches = [name for name in names if pattern in ("*", name) or fnmatchcase(name, pattern)]
-        if not matches and pattern != "*":
-            near = get_close_matches(pattern, names, 3) or names
-            raise ValueError(f"target_std: no layer matches {pattern!r}; there are {near}")
         if not (isinstance(std, (int, float)) and 0 < std < float("inf")):
             raise ValueError(f"target_std must be a positive number; got {std!r} for {pattern!r}")
-        targets.update(dict.fromkeys(matches, float(std)))
+        targets.update(dict.fromkeys(layers.matching(names, pattern, "target_std"), float(std)))
     return targets
 
 
-def _layer_of(module: nn.Module) -> Any:
+def layer_of(module: nn.Module) -> Any:
+    """Return the layer itself: the inner one of mean-only batch norm around a layer."""
     return module.layer if isinstance(module, Centered) else module
 
 

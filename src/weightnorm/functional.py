@@ -19,7 +19,16 @@ from weightnorm import kernels
 from weightnorm.dtensor import gathered, on_mesh_of, placed_like, resolve_partial
 from weightnorm.kernels import EPS
 
-__all__ = ["EPS", "Parts", "compose", "decompose", "gradients", "norm", "project"]
+__all__ = [
+    "EPS",
+    "Parts",
+    "compose",
+    "decompose",
+    "gradients",
+    "norm",
+    "project",
+    "row_norm_low_rank",
+]
 
 
 class Parts(NamedTuple):
@@ -131,6 +140,44 @@ def project(x: Tensor, w: Tensor, dim: int | None = 0, *, groups: int = 1) -> Te
     direction = kernels.formula(w, unit, dim, groups)
     along = kernels.as_blocks(direction * x, dim, groups).sum((1, 3), keepdim=True)
     return x - (kernels.as_blocks(direction, dim, groups) * along).reshape(w.shape)
+
+
+def row_norm_low_rank(W: Tensor, A: Tensor, B: Tensor, s: float | Tensor = 1.0) -> Tensor:
+    """Return ‖W + s·B·A‖ of each row without building the matrix, as DoRA needs it.
+
+    ‖W + sBA‖² = ‖W‖² + 2s·rowsum((WAᵀ)⊙B) + s²·rowsum((BAAᵀ)⊙B). With a frozen W in float32 the
+    largest temporary has the size of B, where W + sBA has the size of W. (W in half precision is
+    copied to float32.)
+
+    Differentiable in all arguments; a zero row receives no gradient. Computed in float32 or wider.
+    Where W and s·B·A cancel, the absolute error is about √ε·‖W‖, with ε the machine epsilon.
+
+    Shapes: W is (out, in), A is (rank, in), B is (out, rank); the result is (out, 1), like g.
+
+    >>> W, A, B = torch.eye(2), torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0], [0.0]])
+    >>> row_norm_low_rank(W, A, B)
+    tensor([[4.1231],
+            [1.0000]])
+    """
+    if (
+        not (W.ndim == A.ndim == B.ndim == 2)
+        or W.shape != (len(B), A.shape[1])
+        or (len(A) != B.shape[1])
+    ):
+        raise ValueError(
+            f"got W {tuple(W.shape)}, A {tuple(A.shape)}, B {tuple(B.shape)}; "
+            "expected (out, in), (rank, in), (out, rank)"
+        )
+    W, A, B = (x.to(kernels.wide_dtype(x.dtype)) for x in (W, A, B))
+    cross = ((W @ A.T) * B).sum(1, keepdim=True)
+    square = ((B @ (A @ A.T)) * B).sum(1, keepdim=True)
+    if W.requires_grad or not kernels.is_eager(W):
+        own = W.square().sum(1, keepdim=True)
+    else:  # no temporary; but its second derivative is wrong where a row of W is 0
+        own = torch.linalg.vector_norm(W, dim=1, keepdim=True).square()
+    squares = own + 2 * s * cross + s**2 * square
+    zero = squares <= 0  # cancelled, up to rounding
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
 
 
 def unit_rows(w: Tensor, dim: int | None = 0, groups: int = 1) -> Tensor:

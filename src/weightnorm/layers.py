@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -57,6 +59,19 @@ def chosen_weights(
         chosen = not isinstance(module, EMBEDDING) if where is None else where(path, module)
         for name in weight_names(module) if chosen else ():
             yield f"{path}.{name}".lstrip("."), module, name
+
+
+def matching(names: list[str], pattern: str, argument: str) -> list[str]:
+    """Return the names that match a pattern; raise ValueError if none does.
+
+    >>> matching(["blocks.0.conv1", "blocks.0.conv2"], "blocks.*.conv2", "target_std")
+    ['blocks.0.conv2']
+    """
+    found = [name for name in names if pattern in ("*", name) or fnmatchcase(name, pattern)]
+    if not found and pattern != "*":
+        near = get_close_matches(pattern, names, 3) or names
+        raise ValueError(f"{argument}: no layer matches {pattern!r}; there are {near}")
+    return found
 
 
 def own_parameters(module: nn.Module) -> list[Tensor]:

@@ -38,6 +38,7 @@ LIBRARY = {
     "data_init": {
         "distributed",
         "dtensor",
+        "folding",
         "init_report",
         "inspection",
         "kernels",
@@ -47,6 +48,7 @@ LIBRARY = {
     "robust_init": {
         "data_init",
         "dtensor",
+        "folding",
         "functional",
         "inspection",
         "kernels",

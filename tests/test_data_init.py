@@ -16,6 +16,7 @@ from weightnorm import (
     MeanOnlyBatchNorm2d,
     data_dependent_init,
     data_init,
+    folded,
     mean_only_batch_norm,
     parts,
     weight_norm,
@@ -519,6 +520,16 @@ def test_head_tied_to_an_embedding_is_skipped(normed):
     assert {row.name: row.skipped for row in report.skipped}["head"] == reason
     assert torch.equal(model.embed.weight, before)
     assert is_normal(model.inner(model.embed(x)), unit=-1)
+
+
+def test_folded_model_raises():
+    model, x = nn.Sequential(weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2)), torch.randn(20, 4)
+    before = copy.deepcopy(model.state_dict())
+    with folded(model):  # noqa: SIM117 (what is outside of the block must not raise)
+        with pytest.raises(RuntimeError, match=r"cannot initialize the weights .* leave the block"):
+            data_dependent_init(model, x)
+    unchanged(model, before)
+    assert len(data_dependent_init(model, x).done) == 2
 
 
 # Layers whose output is not a linear map of their weight

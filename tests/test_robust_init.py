@@ -9,6 +9,7 @@ from torch import nn
 
 from weightnorm import (
     MeanOnlyBatchNorm1d,
+    folded,
     mean_only_batch_norm,
     parts,
     robust_init,
@@ -219,6 +220,14 @@ def test_other_layers_keep_their_initialization():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     assert robust_init(model, gain=1.0) == {}
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_folded_model_raises():
+    layer = weight_norm(nn.Linear(4, 3))
+    before = layer.weight.detach().clone()
+    with folded(layer), pytest.raises(RuntimeError, match="cannot initialize the weights"):
+        robust_init(layer)
+    assert torch.equal(layer.weight, before)
 
 
 def test_generator_makes_it_reproducible():

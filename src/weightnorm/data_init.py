@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weightnorm import kernels, layers
 from weightnorm.distributed import Group, moments_over_ranks, sum_over_ranks
 from weightnorm.dtensor import refuse_sharded
+from weightnorm.folding import refuse_folded
 from weightnorm.init_report import InitReport, LayerInit
 from weightnorm.inspection import is_weight_normed, normalized_weight
 from weightnorm.kernels import wide_dtype
@@ -86,6 +87,8 @@ def data_dependent_init(
     ['0', '2']
     """
     refuse_sharded(model, "initialize it on data first, then fully_shard")
+    for module in model.modules():
+        refuse_folded(module, "initialize the weights")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: give it memory and values first")
     if group is None and isinstance(model, DistributedDataParallel):

@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from weightnorm import kernels, layers
 from weightnorm.data_init import layer_of, target_layers
 from weightnorm.dtensor import refuse_sharded
+from weightnorm.folding import refuse_folded
 from weightnorm.functional import compose
 from weightnorm.inspection import is_weight_normed, normalized_weight
 from weightnorm.mean_only import MeanOnlyBatchNorm1d, MeanOnlyBatchNorm2d, MeanOnlyBatchNorm3d
@@ -63,6 +64,8 @@ def robust_init(
     {'0': 1.0, '2': 2.0}
     """
     refuse_sharded(model, "initialize it first, then fully_shard")
+    for module in model.modules():
+        refuse_folded(module, "initialize the weights")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: give it memory first")
     if any(is_lazy(p) for p in model.parameters()):

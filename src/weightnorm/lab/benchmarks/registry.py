@@ -9,6 +9,7 @@ from weightnorm.lab.benchmarks.cases import (
     dqn_steps,
     draw_step,
     loop,
+    low_rank_norm,
     mean_only,
     monitor_step,
     op,
@@ -37,5 +38,6 @@ ROWS: dict[str, Row] = {
         dqn_steps.ROW,
         vae_step.ROW,
         monitor_step.ROW,
+        low_rank_norm.ROW,
     )
 }

@@ -1,14 +1,31 @@
-"""The three forms of w = g·v/‖v‖ against torch, each other, and finite differences."""
+"""The forms of w = g·v/‖v‖ against torch, each other, and finite differences."""
+
+import gc
+import weakref
 
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from weightnorm import kernels
-from weightnorm.kernels import closed_form, compose, formula, native, unit_shape
+from weightnorm.kernels import closed_form, compose, formula, fused, unit_shape
 
 SHAPES = [(4, 3), (4, 3, 2), (2, 6, 3, 2), (3, 2, 2, 2, 2), (5, 1), (1, 5)]
-FORMS = {"formula": formula, "closed_form": closed_form, "compose": compose}
+
+
+def on_accelerator(v, g, dim, groups=1, eps=kernels.EPS):
+    """compose as on an accelerator: a CPU tensor on the path without reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "on_accelerator", lambda v: True)
+        return compose(v, g, dim, groups, eps)
+
+
+FORMS = {
+    "formula": formula,
+    "closed_form": closed_form,
+    "compose": compose,
+    "accelerator": on_accelerator,
+}
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 
 
@@ -112,21 +129,57 @@ def test_channels_last_weights_stay_channels_last(dim):
     assert gradcheck(lambda v, g: compose(v, g, dim), (last, g))
 
 
-def test_the_fused_kernel_steps_aside_for_a_zero_row():
+def test_fused_declines_a_zero_row_also_beside_nan():
     v, g = leaves((3, 4), 0, zero_row=True)
-    assert native(v, g) is None
-    assert native(*leaves((3, 4), 0)) is not None
+    assert fused(v, g) is None
+    v.data[1] = float("nan")
+    assert fused(v, g) is None
+    assert fused(*leaves((3, 4), 0)) is not None
 
 
-def test_the_fused_kernel_for_the_columns_of_a_matrix():
+@every_form
+@pytest.mark.parametrize("dim", [0, 1])
+def test_zero_rows_stay_zero_beside_nan(form, dim):
+    v, g = leaves((3, 4), dim, zero_row=True)
+    v.data.select(dim, 1).fill_(float("nan"))
+    w = form(v, g, dim)
+    assert (w.select(dim, 0) == 0).all()
+    assert w.select(dim, 1).isnan().all()
+    assert w.select(dim, 2).isfinite().all()
+
+
+@pytest.mark.parametrize("form", [compose, on_accelerator], ids=["cpu", "accelerator"])
+def test_columns_of_a_matrix(form):
     v, g = leaves((3, 70), 1)
-    assert native(v, g, 1) is not None
-    torch.testing.assert_close(compose(v, g, 1), formula(v, g, 1))
-    assert gradcheck(lambda v, g: compose(v, g, 1), (v, g), fast_mode=True)
-    assert gradgradcheck(lambda v, g: compose(v, g, 1), (v, g), fast_mode=True)
+    torch.testing.assert_close(form(v, g, 1), formula(v, g, 1))
+    assert gradcheck(lambda v, g: form(v, g, 1), (v, g), fast_mode=True)
+    assert gradgradcheck(lambda v, g: form(v, g, 1), (v, g), fast_mode=True)
     zero, g = leaves((3, 70), 1, zero_row=True)
-    assert native(zero, g, 1) is None
-    assert (compose(zero, g, 1)[:, 0] == 0).all()
+    assert (form(zero, g, 1)[:, 0] == 0).all()
+
+
+def test_fused_rows_serves_every_axis_but_none(monkeypatch):
+    used = []
+    monkeypatch.setattr(kernels, "on_accelerator", lambda v: True)
+    monkeypatch.setattr(kernels, "_rows", lambda v, g, dim, eps: used.append(dim) or v)
+    for dim in (0, 1, 2, 3):
+        compose(*leaves((4, 3, 5, 2), dim), dim)
+    compose(*leaves((4, 3, 5, 2), 1, groups=2), 1, 2)
+    assert used == [0, 0, 0, 1, 0]
+    compose(*leaves((4, 3, 5, 2), None), None)
+    assert len(used) == 5
+
+
+def test_a_temporary_v_is_freed_with_the_graph():
+    """Also while w lives: the hook for second derivatives holds no reference of its own."""
+    v, g = leaves((3, 4, 2), 1)
+    w = compose(v, g, 1)  # computed from a transposed copy of v
+    node = w.grad_fn.next_functions[0][0].next_functions[0][0]
+    copied = weakref.ref(node._saved_v)
+    assert copied().data_ptr() != v.data_ptr()
+    w.sum().backward()
+    gc.collect()
+    assert copied() is None
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -1,11 +1,13 @@
-"""How w = g·v/‖v‖ is computed: one formula, three forms, chosen by layout and device.
+"""Compute w = g·v/‖v‖: one formula in four forms, chosen by device and layout.
 
 - ``formula``: plain differentiable operations. Any layout, traceable, any order of derivative.
-- ``native``: torch's fused kernel, for contiguous CPU weights whose kept axis is the first, for
-  matrices whose kept axis is the second, and for small weights, turned so that it is the first.
-- ``closed_form``: eq. 3 as the backward pass, keeping only v, g and 1/‖v‖. All the rest.
+- ``fused``: torch's fused kernel on a CPU, where the kept axis is the first, the second of a
+  matrix, or, for a small weight, moved to the front by a copy.
+- ``fused_rows``: torch's fused kernel on an accelerator, for any axis: one launch forward and one
+  backward, three more for zero rows, and nothing is read back from the device.
+- ``closed_form``: eq. 3 as the backward pass, keeping only v, g and 1/‖v‖. Everything else.
 
-``compose`` picks one. All agree to rounding, and on the zero row:
+``compose`` picks one. All agree to rounding, and on zero rows:
 
 Note [zero rows]
     At v = 0 the direction v/‖v‖ does not exist. A row with ‖v‖ ≤ eps counts as zero: w = 0, and no
@@ -13,8 +15,8 @@ Note [zero rows]
 
 Note [torch's second derivative]
     torch differentiates its fused backward as if ‖v‖ did not depend on v, so second derivatives
-    come out wrong without a word (torch 2.13; a gradient penalty meets this). A hook on the node
-    puts the right expression in its place when a graph of the gradient is asked for.
+    are silently wrong (torch 2.13; a gradient penalty needs them). Where a graph of the gradient is
+    asked for, eq. 3 in differentiable form takes the place of the fused backward pass.
 
 Note [blocks]
     Any weight is viewed as (groups, before, units, after), with `units` the kept axis and the norm
@@ -25,7 +27,8 @@ Note [blocks]
 from __future__ import annotations
 
 import math
-from functools import partial
+import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +38,7 @@ from torch.autograd import forward_ad
 from weightnorm.dtensor import gathered, placed_like
 
 EPS = 1e-12
-"""Rows this short count as zero rows."""
+"""Rows with a norm up to this count as zero rows."""
 
 
 def unit_shape(shape: torch.Size, dim: int | None, groups: int = 1) -> tuple[int, ...]:
@@ -143,68 +146,128 @@ def closed_form(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: flo
     return w.reshape(v.shape)
 
 
-def native(v: Tensor, g: Tensor, dim: int = 0, eps: float = EPS) -> Tensor | None:
-    """w = g·v/‖v‖ by torch's fused kernel (first or last dim); None if a zero row is in the way."""
+def fused(v: Tensor, g: Tensor, dim: int = 0, eps: float = EPS) -> Tensor | None:
+    """w = g·v/‖v‖ by torch's fused kernel, differentiated by torch: the fastest form on a CPU.
+
+    Reads the shortest norm, so on an accelerator it would wait for the device. None if there is a
+    zero row (or a NaN, which may hide one): then another form has to serve.
+    """
     w, norm = torch._weight_norm_interface(v, g, dim)
-    if norm.min().item() <= eps:  # NaN passes: it is not a zero row
+    if not norm.min().item() > eps:
         return None
     if w.grad_fn is not None:
-        w.grad_fn.register_hook(partial(_mend_second_order, v, g, dim, eps))
+        # Weak: a strong reference would keep a temporary v alive as long as the graph.
+        of_v, of_g, enabled = weakref.ref(v), weakref.ref(g), torch.is_grad_enabled
+
+        def correct(grads: Any, grad_w: Any) -> Any:
+            return _differentiable(of_v(), of_g(), dim, eps, grads, *grad_w) if enabled() else None
+
+        w.grad_fn.register_hook(correct)
     return w
 
 
-def _mend_second_order(
-    v: Tensor,
-    g: Tensor,
-    dim: int,
-    eps: float,
-    grads: tuple[Tensor | None, ...],
-    grad_w: tuple[Tensor, ...],
-) -> tuple[Tensor | None, ...] | None:
-    """Replace torch's gradients by eq. 3 in differentiable form, if they will be differentiated.
+def _differentiable(
+    v: Any, g: Any, dim: int, eps: float, grads: tuple[Tensor | None, ...], grad_w: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Eq. 3 with a graph of its own in place of torch's `grads`.
 
     See Note [torch's second derivative].
     """
-    if not torch.is_grad_enabled():
-        return None
     shape = block_shape(v.shape, dim)
-    blocks = v.reshape(shape)
+    blocks, units = v.reshape(shape), g.reshape(shape[0], 1, shape[2], 1)
     inverse = block_inverse(block_norm(blocks), eps)
-    units = g.reshape(shape[0], 1, shape[2], 1)
-    grad_v, grad_g = block_gradients(grad_w[0].reshape(shape), blocks, units, inverse)
-    mended = (grad_v.reshape(v.shape), grad_g.reshape(g.shape))
-    return tuple(new if old is not None else None for new, old in zip(mended, grads, strict=True))
+    grad_v, grad_g = block_gradients(grad_w.reshape(shape), blocks, units, inverse)
+    right = (grad_v.to(v.dtype).reshape(v.shape), grad_g.to(g.dtype).reshape(g.shape))
+    return tuple(new if old is not None else None for new, old in zip(right, grads, strict=True))
+
+
+class _FusedRows(torch.autograd.Function):
+    """w = g·v/‖v‖ of a matrix by torch's fused pair of kernels, without reading anything back.
+
+    Zero rows: their w is overwritten by 0, and their saved norm by ∞, for which the fused backward
+    pass returns exactly 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, g: Tensor, dim: int, eps: float) -> Tensor:
+        w, norm = torch._weight_norm_interface(v, g, dim)
+        zero = norm <= eps
+        w.masked_fill_(zero, 0.0)
+        norm.masked_fill_(zero, math.inf)
+        ctx.save_for_backward(v, g, norm)
+        ctx.dim, ctx.eps = dim, eps
+        return w
+
+    @staticmethod
+    def backward(ctx: Any, grad_w: Tensor) -> tuple[Tensor | None, ...]:
+        v, g, norm = ctx.saved_tensors
+        if torch.is_grad_enabled():  # double backward: ‖v‖ must carry its own gradient
+            wanted = tuple(grad_w if needed else None for needed in ctx.needs_input_grad[:2])
+            grads = _differentiable(v, g, ctx.dim, ctx.eps, wanted, grad_w)
+        else:
+            kernel = torch.ops.aten._weight_norm_interface_backward
+            grads = kernel(grad_w.contiguous(), v, g, norm, ctx.dim)
+        return *grads, None, None
+
+
+def fused_rows(v: Tensor, g: Tensor, dim: int, groups: int = 1, eps: float = EPS) -> Tensor:
+    """w = g·v/‖v‖ by torch's fused pair on any axis: the form with the fewest kernel launches.
+
+    The first and the last axis are taken as they are. For any other, the units are moved to the
+    front by a copy, and back by another.
+    """
+    shape = block_shape(v.shape, dim, groups)
+    _, before, units, after = shape
+    if groups == 1 and before == 1:
+        return _rows(v.reshape(units, after), g.reshape(units, 1), 0, eps).view(v.shape)
+    if groups == 1 and after == 1:
+        return _rows(v.reshape(before, units), g.reshape(1, units), 1, eps).view(v.shape)
+    moved = v.reshape(shape).transpose(1, 2)  # (groups, units, before, after)
+    w = _rows(moved.reshape(groups * units, before * after), g.reshape(-1, 1), 0, eps)
+    return w.view(moved.shape).transpose(1, 2).reshape(v.shape)
+
+
+def _rows(v: Tensor, g: Tensor, dim: int, eps: float) -> Tensor:
+    w: Tensor = _FusedRows.apply(v, g, dim, eps)
+    return w
 
 
 def compose(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float = EPS) -> Tensor:
-    """w = g·v/‖v‖ in the form that is fastest here. Arguments are taken as checked."""
-    if not is_eager(v):
+    """w = g·v/‖v‖ in the fastest form for this device and layout. Arguments are not checked."""
+    on_device = on_accelerator(v)
+    if not (is_differentiated_by_autograd(v) if on_device else is_eager(v)):
         return formula(v, g, dim, groups, eps)
     if not v.is_contiguous():
         return _compose_strided(v, g, dim, groups, eps)
-    if dim is not None and _is_fused(v, g, dim, groups):
-        w = native(v, g, dim, eps)
-        if w is not None:
-            return w
-    if dim and v.ndim > 2 and groups == 1 and v.numel() <= _FEW and _is_fused(v, g, 0, 1):
-        w = _compose_turned(v, g, dim, eps)
-        if w is not None:
-            return w
+    if on_device:
+        if dim is not None and v.numel() and g.dtype is v.dtype and has_fused_kernel(v.device.type):
+            return fused_rows(v, g, dim, groups, eps)
+    elif dim is not None and (w := _compose_on_cpu(v, g, dim, groups, eps)) is not None:
+        return w
     if torch.is_grad_enabled() and (v.requires_grad or g.requires_grad):
         return closed_form(v, g, dim, groups, eps)
     return formula(v, g, dim, groups, eps)
 
 
+def _compose_on_cpu(v: Tensor, g: Tensor, dim: int, groups: int, eps: float) -> Tensor | None:
+    """The fused form where it is the fastest one, if there is no zero row."""
+    if _is_fast_on_cpu(v, g, dim, groups):
+        return fused(v, g, dim, eps)
+    if dim and v.ndim > 2 and groups == 1 and v.numel() <= _SMALL and _is_fast_on_cpu(v, g, 0, 1):
+        return _compose_transposed(v, g, dim, eps)
+    return None
+
+
 def gradients(
     grad_w: Tensor, v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float = EPS
 ) -> tuple[Tensor, Tensor]:
-    """∇v and ∇g of eq. 3 in the form that is fastest here. Arguments are taken as checked."""
+    """∇v and ∇g of eq. 3 in the fastest form for this layout. Arguments are not checked."""
     alone = not torch.is_grad_enabled() and is_eager(v) and v.is_contiguous()
-    if dim is not None and alone and _is_fused(v, g, dim, groups):
+    if dim is not None and alone and v.is_cpu and _is_fast_on_cpu(v, g, dim, groups):
         norm = torch.norm_except_dim(v, 2, dim)
         if norm.min().item() > eps and grad_w.dtype == v.dtype:
-            fused = torch.ops.aten._weight_norm_interface_backward
-            grad_v, grad_g = fused(grad_w.contiguous(), v, g, norm, dim)
+            kernel = torch.ops.aten._weight_norm_interface_backward
+            grad_v, grad_g = kernel(grad_w.contiguous(), v, g, norm, dim)
             return grad_v, grad_g
     blocks = as_blocks(v, dim, groups)
     grad_v, grad_g = block_gradients(
@@ -216,30 +279,31 @@ def gradients(
     return grad_v.to(v.dtype).reshape(v.shape), grad_g.to(g.dtype).reshape(g.shape)
 
 
-def _is_fused(v: Tensor, g: Tensor, dim: int, groups: int) -> bool:
-    """Whether torch has a fused kernel for this contiguous weight that is worth taking."""
+def _is_fast_on_cpu(v: Tensor, g: Tensor, dim: int, groups: int) -> bool:
+    """Whether torch's fused CPU kernel is the fastest form for this contiguous weight."""
     columns = dim == 1 and v.ndim == 2 and v.shape[1] >= _WIDE and groups == 1
     if not columns and (dim != 0 or v.ndim < 2):
         return False
-    return v.is_cpu and _NATIVE.get(v.dtype) is g.dtype and v.numel() > 0
+    return v.dtype in _WIDE_TYPES and g.dtype is v.dtype and v.numel() > 0
 
 
-def _compose_turned(v: Tensor, g: Tensor, dim: int, eps: float) -> Tensor | None:
-    """The fused kernel on a copy with the kept axis first: two copies more, ten calls fewer."""
+def _compose_transposed(v: Tensor, g: Tensor, dim: int, eps: float) -> Tensor | None:
+    """The fused kernel on a copy with the kept axis first: two more copies, ten fewer calls."""
     units = g.reshape(-1, *[1] * (v.ndim - 1))
-    w = native(v.transpose(0, dim).contiguous(), units, 0, eps)
+    w = fused(v.transpose(0, dim).contiguous(), units, 0, eps)
     return w if w is None else w.transpose(0, dim).contiguous()
 
 
-_FEW = 2**16
-"""Numbers in a weight that are copied sooner than calls are made."""
+_SMALL = 2**16
+"""Elements in a weight below which two copies cost less than the calls they save, on a CPU."""
 _WIDE = 64
-"""Units along a last axis from which the fused kernel is fast: it works through whole rows."""
-_NATIVE = {torch.float32: torch.float32, torch.float64: torch.float64}
+"""Units along a last axis from which the fused CPU kernel is fast: it works along whole rows."""
+_WIDE_TYPES = (torch.float32, torch.float64)
+"""Types for which the fused CPU kernel is both fast and exact."""
 
 
 def _compose_strided(v: Tensor, g: Tensor, dim: int | None, groups: int, eps: float) -> Tensor:
-    """Channels-last weights are contiguous once their channel axis is moved last."""
+    """A channels-last weight is contiguous once its channel axis is moved last."""
     moved = v.movedim(1, -1) if v.ndim > 2 else v
     if not moved.is_contiguous() or dim is None:
         return formula(v, g, dim, groups, eps)
@@ -248,17 +312,36 @@ def _compose_strided(v: Tensor, g: Tensor, dim: int | None, groups: int, eps: fl
     return w.movedim(-1, 1)
 
 
-def is_eager(v: Tensor) -> bool:
-    """Whether values are real and only autograd's reverse mode watches: no tracer, no transform.
+def on_accelerator(v: Tensor) -> bool:
+    """Whether reading a value of this tensor would wait for a device."""
+    return not v.is_cpu and not v.is_meta
 
-    Forms with a hand-written backward or a data-dependent branch serve only this case.
+
+@cache
+def has_fused_kernel(device_type: str) -> bool:
+    """Whether torch has its fused weight norm for this kind of device."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_weight_norm_interface", key)
+
+
+def is_eager(v: Tensor) -> bool:
+    """Whether values are real, and can be read, and only reverse-mode autograd is active.
+
+    Forms with a data-dependent branch need it.
+    """
+    return torch._C._len_torch_dispatch_stack() == 0 and is_differentiated_by_autograd(v)
+
+
+def is_differentiated_by_autograd(v: Tensor) -> bool:
+    """Whether only reverse-mode autograd is active: no compiler, function transform or tracer.
+
+    Forms with a hand-written backward pass need it.
     """
     return (
         type(v) in _PLAIN
         and not v.is_meta
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
     )

@@ -180,8 +180,8 @@ def test_compiled_running_mean_matches_eager(make):
     torch.testing.assert_close(compiled(x), eager(x))
 
 
-class NoWordWithTheHost(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot record: numbers read by Python, or handed over by it."""
+class RefuseReads(TorchDispatchMode):
+    """Refuse what a CUDA graph cannot record: values read by Python or passed in by it."""
 
     REFUSED = ("_local_scalar_dense", "lift_fresh", "nonzero", "equal", "masked_select")
 
@@ -191,17 +191,16 @@ class NoWordWithTheHost(TorchDispatchMode):
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """Eager forms, and of them those that a GPU takes: the fused one serves the CPU alone."""
-    monkeypatch.setattr(kernels, "is_eager", lambda v: True)
-    monkeypatch.setattr(kernels, "_NATIVE", {})
+def assume_accelerator():
+    with kernels.assume_accelerator():
+        yield
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.usefixtures("assume_accelerator")
 @every_layer
 def test_no_layer_synchronizes_with_the_device(case):
     layer, inputs = weight_norm(case.make()), case.inputs()
-    with NoWordWithTheHost():
+    with RefuseReads():
         case.run(layer, inputs).sum().backward()
     assert all(p.grad is not None for p in layer.parametrizations.parameters())
 
@@ -213,7 +212,7 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.usefixtures("assume_accelerator")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_mean_only_batch_norm_does_not_synchronize_with_the_device(momentum, training, one_rank):
@@ -223,24 +222,14 @@ def test_mean_only_batch_norm_does_not_synchronize_with_the_device(momentum, tra
         norm = MeanOnlyBatchNorm2d(4, momentum, group=group)
         model = nn.Sequential(mean_only_batch_norm(layer, momentum, group=group), norm)
         model.train(training)
-        with NoWordWithTheHost():
+        with RefuseReads():
             model(x).sin().sum().backward()
         assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_fused_form_is_only_used_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(kernels, "_NATIVE", {torch.float32: torch.float32})
-    monkeypatch.setattr(kernels, "native", None)  # cannot be called
-    v, g = torch.ones(2, 2, requires_grad=True), torch.ones(2, 1)
-    with pytest.raises(TypeError):
-        kernels.compose(v, g, 0)
-    assert kernels.compose(v.to("meta"), g.to("meta"), 0).is_meta
-
-
-def test_synchronization_is_detected():
-    with NoWordWithTheHost(), pytest.raises(AssertionError, match="waits for the device"):
-        kernels.native(torch.ones(2, 2), torch.ones(2, 1))
+def test_reads_are_detected():
+    with RefuseReads(), pytest.raises(AssertionError, match="waits for the device"):
+        kernels.fused(torch.ones(2, 2), torch.ones(2, 1))
 
 
 def traced(layer, inputs):

@@ -15,8 +15,7 @@ SHAPES = [(4, 3), (4, 3, 2), (2, 6, 3, 2), (3, 2, 2, 2, 2), (5, 1), (1, 5)]
 
 def on_accelerator(v, g, dim, groups=1, eps=kernels.EPS):
     """compose as on an accelerator: a CPU tensor on the path without reads."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "on_accelerator", lambda v: True)
+    with kernels.assume_accelerator():
         return compose(v, g, dim, groups, eps)
 
 
@@ -160,13 +159,12 @@ def test_columns_of_a_matrix(form):
 
 def test_fused_rows_serves_every_axis_but_none(monkeypatch):
     used = []
-    monkeypatch.setattr(kernels, "on_accelerator", lambda v: True)
     monkeypatch.setattr(kernels, "_rows", lambda v, g, dim, eps: used.append(dim) or v)
     for dim in (0, 1, 2, 3):
-        compose(*leaves((4, 3, 5, 2), dim), dim)
-    compose(*leaves((4, 3, 5, 2), 1, groups=2), 1, 2)
+        on_accelerator(*leaves((4, 3, 5, 2), dim), dim)
+    on_accelerator(*leaves((4, 3, 5, 2), 1, groups=2), 1, 2)
     assert used == [0, 0, 0, 1, 0]
-    compose(*leaves((4, 3, 5, 2), None), None)
+    on_accelerator(*leaves((4, 3, 5, 2), None), None)
     assert len(used) == 5
 
 

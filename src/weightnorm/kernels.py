@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -314,7 +316,21 @@ def _compose_strided(v: Tensor, g: Tensor, dim: int | None, groups: int, eps: fl
 
 def on_accelerator(v: Tensor) -> bool:
     """Whether reading a value of this tensor would wait for a device."""
-    return not v.is_cpu and not v.is_meta
+    return (_assume_accelerator or not v.is_cpu) and not v.is_meta
+
+
+_assume_accelerator = False
+
+
+@contextmanager
+def assume_accelerator() -> Iterator[None]:
+    """Take the path of an accelerator on any device, to count or test what it would launch."""
+    global _assume_accelerator
+    before, _assume_accelerator = _assume_accelerator, True
+    try:
+        yield
+    finally:
+        _assume_accelerator = before
 
 
 @cache
@@ -329,7 +345,7 @@ def is_eager(v: Tensor) -> bool:
 
     Forms with a data-dependent branch need it.
     """
-    return torch._C._len_torch_dispatch_stack() == 0 and is_differentiated_by_autograd(v)
+    return is_differentiated_by_autograd(v) and torch._C._len_torch_dispatch_stack() == 0
 
 
 def is_differentiated_by_autograd(v: Tensor) -> bool:

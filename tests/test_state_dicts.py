@@ -1,16 +1,26 @@
-"""Three formats of state dict, every way between them, and into every flavour of model."""
+"""Conversion between the three formats of state dict, and loading into every kind of model."""
 
 import copy
 from itertools import product
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from weightnorm import convert_state_dict, parts, weight_norm
 from weightnorm.layers import unit_axis, weight_names
-from weightnorm.state_dicts import FORMATS, StateDictError, entries, infer_axis, load_state_dict
+from weightnorm.state_dicts import (
+    FORMATS,
+    StateDictError,
+    kept_axis,
+    load_state_dict,
+    log_key,
+    part_keys,
+    stored_weights,
+)
 from zoo import every_layer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -20,17 +30,17 @@ def ours(layer):
     return weight_norm(layer)
 
 
-def log_scaled(layer):
+def log_scale(layer):
     return weight_norm(layer, scale="log")
 
 
-def torchs(layer):
+def torch_parametrize(layer):
     for name in weight_names(layer):
         parametrizations.weight_norm(layer, name, unit_axis(layer, name).dim)
     return layer
 
 
-def hooked(layer):
+def torch_hook(layer):
     for name in weight_names(layer):
         nn.utils.weight_norm(layer, name, unit_axis(layer, name).dim)
     return layer
@@ -40,12 +50,12 @@ def plain(layer):
     return layer
 
 
-FLAVOURS = {f.__name__: f for f in (ours, log_scaled, torchs, hooked, plain)}
-MADE_BY_TORCH = {"parametrize": torchs, "hook": hooked, "folded": plain}
+KINDS = {f.__name__: f for f in (ours, log_scale, torch_parametrize, torch_hook, plain)}
+TORCH = {"parametrize": torch_parametrize, "hook": torch_hook, "folded": plain}
 
 
-def disturbed(module):
-    """Away from g = ‖v‖, as training leaves it; g may be negative."""
+def perturbed(module):
+    """Move g away from ‖v‖, as training does; g may become negative."""
     with torch.no_grad():
         for p in module.parameters():
             p.add_(0.3 * torch.randn_like(p))
@@ -58,12 +68,12 @@ def network():
     )
 
 
-def normalized(flavour):
+def normalized(kind):
     model = network()
     for layer in model:
         if weight_names(layer):
-            flavour(layer)
-    return disturbed(model)
+            kind(layer)
+    return perturbed(model)
 
 
 def equal(a, b):
@@ -72,51 +82,51 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize(("start", "there"), [*product(FORMATS[:2], FORMATS[:2])])
-def test_renaming_there_and_back_is_exact(start, there):
-    state = normalized(MADE_BY_TORCH[start]).state_dict()
+def test_renaming_round_trip_is_exact(start, there):
+    state = normalized(TORCH[start]).state_dict()
     back = convert_state_dict(convert_state_dict(state, there), start)
     assert equal(dict(sorted(back.items())), dict(sorted(state.items())))
 
 
 @pytest.mark.parametrize("format", FORMATS[:2])
-def test_unfolding_and_folding_is_exact(format):
-    state = disturbed(network()).state_dict()
+def test_decomposing_and_folding_is_exact(format):
+    state = perturbed(network()).state_dict()
     there = convert_state_dict(state, format, weights=["*.weight"])
-    assert len(entries(there)) == 3
+    assert len(stored_weights(there)) == 3
     back = convert_state_dict(there, "folded")
     assert equal(dict(sorted(back.items())), dict(sorted(state.items())))
 
 
 @pytest.mark.parametrize("format", FORMATS[:2])
 @every_layer
-def test_folding_gives_what_the_model_computes(case, format):
-    layer, inputs = disturbed(MADE_BY_TORCH[format](case.make())), case.inputs()
+def test_folded_weight_is_what_the_model_computes(case, format):
+    layer, inputs = perturbed(TORCH[format](case.make())), case.inputs()
     case.run(layer, inputs)
     target = case.make()
     if "grouped" in str(target) or getattr(target, "groups", 1) > 1:
-        layer, format = disturbed(ours(case.make())), "parametrize"
+        layer, format = perturbed(ours(case.make())), "parametrize"
     target.load_state_dict(convert_state_dict(layer.state_dict(), "folded"))
     torch.testing.assert_close(case.run(target, inputs), case.run(layer, inputs))
 
 
-@pytest.mark.parametrize(("saved", "into"), [*product(FLAVOURS, FLAVOURS)])
-def test_any_format_loads_into_any_flavour(saved, into):
-    source = FLAVOURS[saved]
+@pytest.mark.parametrize(("saved", "into"), [*product(KINDS, KINDS)])
+def test_every_format_loads_into_every_kind_of_model(saved, into):
+    source = KINDS[saved]
     model = normalized(source)
-    if "log_scaled" in (saved, into):  # a log-scale has no negative g
+    if "log_scale" in (saved, into):  # a log-scale cannot represent a negative g
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith(("original0", "weight_g")):
                     p.abs_()
     x = torch.randn(2, 3, 8)
     expected = model(x)
-    target = normalized(FLAVOURS[into])
+    target = normalized(KINDS[into])
     load_state_dict(target, model.state_dict())
     torch.testing.assert_close(target(x), expected)
 
 
-def test_parts_survive_loading_into_another_flavour():
-    source = normalized(hooked)
+def test_loading_into_another_kind_keeps_v_and_g():
+    source = normalized(torch_hook)
     target = normalized(ours)
     assert load_state_dict(target, source.state_dict()) == ["0.weight", "1.weight", "3.weight"]
     for i in (0, 1, 3):
@@ -125,18 +135,18 @@ def test_parts_survive_loading_into_another_flavour():
     assert load_state_dict(target, target.state_dict()) == []
 
 
-def test_log_scales_come_out_linear():
-    layer = disturbed(weight_norm(nn.Linear(3, 4), scale="log"))
+def test_log_scale_is_converted_to_linear_g():
+    layer = perturbed(weight_norm(nn.Linear(3, 4), scale="log"))
     for format in FORMATS[:2]:
         state = convert_state_dict(layer.state_dict(), format)
-        (entry,) = entries(state).values()
+        (entry,) = stored_weights(state)
         assert not entry.is_log
         torch.testing.assert_close(entry.g, parts(layer).g)
         assert not any("log_scale" in key for key in state)
 
 
-def test_recurrent_keys():
-    state = hooked(nn.LSTM(3, 4)).state_dict()
+def test_recurrent_layer_keys():
+    state = torch_hook(nn.LSTM(3, 4)).state_dict()
     assert "weight_hh_l0_g" in state
     new = convert_state_dict(state, "parametrize")
     assert "parametrizations.weight_hh_l0.original0" in new
@@ -144,8 +154,8 @@ def test_recurrent_keys():
     assert set(convert_state_dict(new, "folded")) == set(nn.LSTM(3, 4).state_dict())
 
 
-def test_checkpoints_within_checkpoints_and_prefixes():
-    inner = {f"module.{k}": v for k, v in normalized(hooked).state_dict().items()}
+def test_nested_state_dicts_and_prefixes():
+    inner = {f"module.{k}": v for k, v in normalized(torch_hook).state_dict().items()}
     checkpoint = {"epoch": 7, "generator": {"state_dict": inner}, "optimizer": {"state": {0: {}}}}
     new = convert_state_dict(checkpoint, "parametrize")
     assert new["epoch"] == 7
@@ -155,16 +165,18 @@ def test_checkpoints_within_checkpoints_and_prefixes():
         dict(sorted(convert_state_dict(new, "hook")["generator"]["state_dict"].items())),
         dict(sorted(inner.items())),
     )
-    assert checkpoint["generator"]["state_dict"] is inner  # nothing changed in place
+    assert checkpoint["generator"]["state_dict"] is inner  # unchanged
 
 
-def test_mixed_checkpoints():
-    mixed = nn.Sequential(hooked(nn.Linear(3, 3)), torchs(nn.Linear(3, 3)), ours(nn.Linear(3, 3)))
+def test_state_dict_of_several_formats():
+    mixed = nn.Sequential(
+        torch_hook(nn.Linear(3, 3)), torch_parametrize(nn.Linear(3, 3)), ours(nn.Linear(3, 3))
+    )
     state = convert_state_dict(mixed.state_dict(), "hook")
     assert [key for key in state if key.endswith("_g")] == [f"{i}.weight_g" for i in range(3)]
 
 
-def test_keys_that_only_look_like_weight_norm_stay():
+def test_keys_without_a_counterpart_are_copied():
     state = {"decay_g": torch.ones(3), "original0": torch.ones(2), "x.original0": torch.ones(1)}
     assert convert_state_dict(state, "folded") == state
 
@@ -181,43 +193,41 @@ def test_keys_that_only_look_like_weight_norm_stay():
         ((4, 3), (3,), (1, 1)),
     ],
 )
-def test_the_axis_is_read_off_the_shapes(v, g, axis):
+def test_kept_axis_is_inferred_from_shapes(v, g, axis):
     state = {"w_v": torch.randn(v), "w_g": torch.randn(g)}
-    assert infer_axis(entries(state)["w"]) == axis
+    assert kept_axis(stored_weights(state)[0]) == axis
 
 
-def test_an_ambiguous_axis_is_asked_for():
+def test_ambiguous_axis_needs_dim():
     state = {"a.w_v": torch.randn(3, 3), "a.w_g": torch.randn(3)}
-    with pytest.raises(StateDictError, match=r"a.w: g of shape \(3,\) .* axes \[0, 1\]; say which"):
+    with pytest.raises(StateDictError, match=r"a.w: g of shape \(3,\) .* axes \[0, 1\]; choose"):
         convert_state_dict(state, "folded")
     w = convert_state_dict(state, "folded", dim=1)["a.w"]
     torch.testing.assert_close(w.norm(dim=0), state["a.w_g"].abs())
-    with pytest.raises(StateDictError, match="fits none of its axes"):
-        convert_state_dict({"w_v": torch.randn(3, 3), "w_g": torch.randn(5)}, "folded")
     beside = {**state, "b.w_v": torch.randn(4, 2), "b.w_g": torch.randn(4, 1)}
-    w = convert_state_dict(beside, "folded", dim=1)["b.w"]  # its own shape is plain enough
+    w = convert_state_dict(beside, "folded", dim=1)["b.w"]  # its shape decides
     torch.testing.assert_close(w.norm(dim=1, keepdim=True), beside["b.w_g"].abs())
     one = {"w_v": torch.randn(3, 3), "w_g": torch.tensor([2.0])}
     assert convert_state_dict(one, "folded", dim=None)["w"].norm() == pytest.approx(2)
 
 
-def test_the_same_number_of_units_along_another_axis_is_another_parameterization():
-    source = disturbed(parametrizations.weight_norm(nn.ConvTranspose1d(4, 4, 3), dim=0))
+def test_loading_g_of_another_axis_keeps_the_weight():
+    source = perturbed(parametrizations.weight_norm(nn.ConvTranspose1d(4, 4, 3), dim=0))
     target = weight_norm(nn.ConvTranspose1d(4, 4, 3))  # keeps axis 1: its output channels
     x = torch.randn(2, 4, 5)
     load_state_dict(target, source.state_dict())
     torch.testing.assert_close(target(x), source(x))
 
 
-def test_bad_input():
+def test_errors_name_the_weight():
     with pytest.raises(StateDictError, match=r"'fold' is unknown.*'folded'"):
         convert_state_dict({}, "fold")
     model = normalized(ours)
-    state = normalized(hooked).state_dict()
+    state = normalized(torch_hook).state_dict()
     del state["0.weight_g"], state["0.weight_v"]
     state["9.weight_g"], state["9.weight_v"] = torch.ones(1, 1), torch.ones(1, 1)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(StateDictError, match=r"missing: 0.weight\n  left over: 9.weight"):
+    with pytest.raises(StateDictError, match=r"missing: 0.weight\n  unexpected: 9.weight"):
         load_state_dict(model, state)
     assert equal(model.state_dict(), before)
     load_state_dict(model, state, strict=False)
@@ -227,8 +237,382 @@ def test_bad_input():
         convert_state_dict({"a.w": torch.ones(2, 2)}, "hook", weights=["a.w"], dim=2)
 
 
-def test_a_key_that_ends_like_a_part_keeps_its_name_in_errors():
+def test_errors_name_plain_keys_that_end_like_parts():
     model = weight_norm(nn.Linear(2, 2))
     model.register_buffer("relative_v", torch.zeros(2))  # attention's v, not weight norm's
-    with pytest.raises(StateDictError, match=r"missing: bias, weight, relative_v"):
+    with pytest.raises(StateDictError, match=r"missing: bias, relative_v, weight"):
         load_state_dict(model, {})
+
+
+# — collisions —
+
+w, v, g = torch.ones(4, 3), torch.randn(4, 3), torch.randn(4, 1)
+HOOK = {"a.w_g": g, "a.w_v": v}
+PARAMETRIZE = {"a.parametrizations.w.original0": g, "a.parametrizations.w.original1": v}
+
+
+@pytest.mark.parametrize(
+    ("state", "to", "names"),
+    [
+        ({"a.w": w, **HOOK}, "folded", ["a.w", "a.w_v"]),
+        ({"a.w": w, **PARAMETRIZE}, "folded", ["a.w", "a.parametrizations.w.original1"]),
+        ({**HOOK, **PARAMETRIZE}, "folded", ["a.w_v", "a.parametrizations.w.original1"]),
+        ({**HOOK, **PARAMETRIZE}, "hook", ["a.w_g", "a.parametrizations.w.original0"]),
+        ({**HOOK, **PARAMETRIZE}, "parametrize", ["a.w_g", "a.parametrizations.w.original0"]),
+        ({"a.w": w, **HOOK}, "hook", ["a.w", "a.w_g"]),  # it is decomposed: see below
+        ({"a.w_g": "text", **PARAMETRIZE}, "hook", ["a.w_g", "a.parametrizations.w.original0"]),
+    ],
+)
+def test_name_collisions_are_refused_with_both_names(state, to, names):
+    for ordered in (state, dict(reversed(state.items()))):
+        with pytest.raises(StateDictError, match="would both become") as error:
+            convert_state_dict({"model": ordered}, to, weights=lambda name, _: name == "a.w")
+        assert all(repr(name) in str(error.value) for name in names)
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_loading_refuses_two_values_of_one_weight(kind):
+    model = kind(nn.Linear(3, 4))
+    plain, hook = {"weight": w}, {"weight_g": g, "weight_v": v}
+    new = {"parametrizations.weight.original0": g, "parametrizations.weight.original1": v}
+    before = copy.deepcopy(model.state_dict())
+    for first, second in [(plain, hook), (plain, new), (hook, new), (new, plain)]:
+        with pytest.raises(StateDictError, match="are both values of 'weight'"):
+            load_state_dict(model, {**first, **second}, strict=False)
+    assert equal(model.state_dict(), before)
+
+
+def test_result_that_would_be_misread_is_refused():
+    state = {"a_v_g": g, "a_v_v": v, "a_g": g}  # folded, a_v would look like the v of a_g
+    with pytest.raises(StateDictError, match="'a_g' and 'a_v' of the result would be read as"):
+        convert_state_dict(state, "folded")
+    one_by_one = nn.ConvTranspose1d(4, 12, 1, groups=4)  # a g as large as v
+    with pytest.raises(StateDictError, match="weight: g has the shape of v"):
+        convert_state_dict(weight_norm(one_by_one).state_dict(), "hook")
+
+
+# — which pairs are weight norm —
+
+ints = torch.ones(4, 3, dtype=torch.int64)
+NOT_WEIGHT_NORM = {
+    "v has one dimension": (torch.ones(4), torch.ones(4)),
+    "v has one dimension, g has none": (torch.ones(4), torch.ones(())),
+    "equal shapes": (v, v),
+    "equal shapes, three dimensions": (torch.ones(4, 3, 2),) * 2,
+    "g of shape (1, 1)": (v, torch.ones(1, 1)),
+    "g of shape (1,)": (v, torch.ones(1)),
+    "g along no axis": (torch.ones(3, 3), torch.ones(5)),
+    "g along two other axes": (torch.ones(4, 3, 2), torch.ones(1, 3, 2)),
+    "integer v": (ints, g),
+    "integer g": (v, ints[:, :1]),
+    "boolean g": (v, g > 0),
+    "complex v": (v.to(torch.complex64), g),
+    "sparse v": (v.to_sparse(), g),
+    "sparse g": (v, g.to_sparse()),
+    "v is no tensor": ([1, 2], g),
+    "g is no tensor": (v, 2.0),
+}
+KEYS = [part_keys("attn.bias", format)[::-1] for format in ("hook", "parametrize")]
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=["hook", "parametrize"])
+@pytest.mark.parametrize("case", NOT_WEIGHT_NORM)
+def test_pairs_that_are_not_weight_norm_are_copied(case, keys):
+    state = dict(zip(keys, NOT_WEIGHT_NORM[case], strict=True))
+    assert stored_weights(state) == []
+    for to in FORMATS:
+        converted = convert_state_dict(state, to)
+        assert list(converted) == list(state)
+        assert all(converted[key] is state[key] for key in state)
+
+
+class Attention(nn.Module):
+    """Owns parameters whose names and shapes are those of a normalized `w`."""
+
+    def __init__(self):
+        super().__init__()
+        self.w_g, self.w_v = nn.Parameter(torch.randn(4, 1)), nn.Parameter(torch.randn(4, 3))
+        self.out = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_keys_of_the_model_itself_are_loaded_as_they_are(kind):
+    model, other = Attention(), Attention()
+    kind(model.out), kind(other.out)
+    assert load_state_dict(model, other.state_dict()) == []
+    assert equal(model.state_dict(), other.state_dict())
+
+
+def test_normalized_vectors_load_where_the_model_has_them():
+    make = lambda: parametrizations.weight_norm(nn.LayerNorm(4), dim=None)  # noqa: E731
+    source, target, old = perturbed(make()), make(), nn.LayerNorm(4)
+    assert load_state_dict(target, source.state_dict()) == []
+    assert equal(target.state_dict(), source.state_dict())
+    nn.utils.weight_norm(old, dim=None)
+    load_state_dict(old, source.state_dict())
+    assert torch.equal(old.weight_v, source.parametrizations.weight.original1)
+
+
+# — wrong shapes and types —
+
+
+@pytest.mark.parametrize("kind", [ours, torch_parametrize, torch_hook])
+@pytest.mark.parametrize("shape", [(1, 1), (1,), (2, 1), (3, 1)])
+def test_g_is_not_broadcast(kind, shape):
+    model = kind(nn.Linear(3, 4))
+    state = {**model.state_dict()}
+    key = next(key for key in state if key.endswith(("original0", "_g")))
+    state[key] = torch.full(shape, 2.0)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(StateDictError, match=r"weight: g of shape .* fits no axis"):
+        load_state_dict(model, state)
+    assert equal(model.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.ones(5), r"bias has shape \(5,\) in the checkpoint, \(4,\) in the model"),
+        ([1.0], "bias is a list; expected a tensor"),
+        (torch.ones(4, dtype=torch.complex64), "bias is torch.complex64"),
+        (torch.ones(4).to_sparse(), "bias is torch.float32 .torch.sparse_coo."),
+    ],
+)
+def test_loading_a_wrong_value_changes_nothing(value, message):
+    model = ours(nn.Linear(3, 4))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(StateDictError, match=message):
+        load_state_dict(model, {**plain(nn.Linear(3, 4)).state_dict(), "bias": value})
+    assert equal(model.state_dict(), before)
+
+
+def test_negative_g_loads_into_a_log_scale():
+    source, target = torch_hook(nn.Linear(3, 4)), log_scale(nn.Linear(3, 4))
+    with torch.no_grad():
+        source.weight_g.neg_()
+    load_state_dict(target, source.state_dict())
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(target(x), source(x))
+
+
+def test_further_parametrizations_are_not_folded_away():
+    layer = ours(nn.Linear(3, 4))
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.PReLU())
+    for to in ("folded", "hook"):
+        with pytest.raises(StateDictError, match=r"weight: 'parametrizations.weight.1.weight'"):
+            convert_state_dict(layer.state_dict(), to)
+    with pytest.raises(StateDictError, match="further parametrization"):
+        load_state_dict(nn.Linear(3, 4), layer.state_dict(), strict=False)
+    assert equal(convert_state_dict(layer.state_dict(), "parametrize"), layer.state_dict())
+
+
+def test_float8_is_renamed_but_not_computed_with():
+    state = {"w_g": g.to(torch.float8_e4m3fn), "w_v": v.to(torch.float8_e4m3fn)}
+    renamed = convert_state_dict(state, "parametrize")
+    assert renamed["parametrizations.w.original1"] is state["w_v"]
+    with pytest.raises(StateDictError, match=r"w: is stored as torch.float8_e4m3fn"):
+        convert_state_dict(state, "folded")
+    with pytest.raises(StateDictError, match=r"w_v: is stored as torch.float8_e4m3fn"):
+        convert_state_dict({"w_v": state["w_v"]}, "hook", weights="w_v")
+
+
+# — selection of plain weights —
+
+
+def test_a_string_is_one_pattern():
+    state = {"a.weight": w, "b.kernel": w}
+    assert set(convert_state_dict(state, "hook", weights="*.weight")) == {
+        "a.weight_g", "a.weight_v", "b.kernel",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_pattern_without_matches_is_an_error(to):
+    state = {"model": {"conv.weight": w, "conv.bias": torch.ones(3)}}
+    for weights in ("conv.wieght", ["*.weight", "conv.wieght"]):
+        with pytest.raises(StateDictError, match=r"'conv.wieght' matches no weight.*conv.weight'"):
+            convert_state_dict(state, to, weights=weights)
+    with pytest.raises(StateDictError, match=r"'conv.bias' matches no weight"):
+        convert_state_dict(state, to, weights="conv.bias")
+    with pytest.raises(StateDictError, match="weights has 3; expected names"):
+        convert_state_dict(state, to, weights=[3])
+    for weights in ("conv.weight", "model.conv.weight"):  # as inspect prints it
+        assert len(stored_weights(convert_state_dict(state, "hook", weights=weights)["model"])) == 1
+
+
+@pytest.mark.parametrize("value", [ints, torch.ones(3), torch.ones(0, 3), v.to_sparse()])
+def test_selected_tensors_that_cannot_be_decomposed_are_refused(value):
+    with pytest.raises(StateDictError, match=r"a.w: cannot decompose"):
+        convert_state_dict({"a.w": value}, "hook", weights=lambda *_: True)
+
+
+def test_norms_beyond_the_type_are_refused():
+    for large in (torch.full((1, 4), 6e4, dtype=torch.float16), torch.full((1, 4), 3e38)):
+        with pytest.raises(StateDictError, match=r"w: ‖w‖ is too large for torch.float"):
+            convert_state_dict({"w": large}, "hook", weights="w")
+
+
+@pytest.mark.parametrize("row", [1e-13, 1e-30, 0.0, float("nan"), float("inf"), 1e-45])
+def test_decomposing_and_folding_is_exact_for_special_values(row):
+    state = {"w": torch.tensor([[row, 0.0], [3.0, 4.0]])}
+    there = convert_state_dict(state, "hook", weights="w")
+    back = convert_state_dict(there, "folded")
+    torch.testing.assert_close(back, state, rtol=0, atol=0, equal_nan=True)
+
+
+# — nesting —
+
+
+def test_cyclic_and_shared_mappings_are_converted_once():
+    inner = dict(HOOK)
+    state = {"model": inner, "ema": inner, 3: {"x": 1}}
+    state["self"] = state
+    new = convert_state_dict(state, "parametrize")
+    assert new["self"] is new
+    assert new["model"] is new["ema"]
+    assert set(new["model"]) == set(PARAMETRIZE)
+    doubled = dict(HOOK)
+    for _ in range(60):  # 2⁶⁰ paths, 61 mappings
+        doubled = {"a": doubled, "b": doubled}
+    assert len(convert_state_dict(doubled, "folded")) == 2
+
+
+def test_deep_nesting_is_refused():
+    state = {}
+    for _ in range(100_000):
+        state = {"a": state}
+    with pytest.raises(StateDictError, match="nested more than 100 deep"):
+        convert_state_dict(state, "folded")
+
+
+# — random state dicts —
+
+COMPONENTS = st.sampled_from(
+    ["a", "b", "w", "w_g", "w_v", "parametrizations", "original0", "", "0"]
+)
+NAMES = st.one_of(
+    st.lists(COMPONENTS, min_size=1, max_size=4).map(".".join),
+    st.builds(
+        lambda path, form: form(path),
+        st.lists(st.sampled_from(["a", "b", "w"]), min_size=1, max_size=2).map(".".join),
+        st.sampled_from(
+            [
+                str,
+                *(
+                    lambda path, f=f, i=i: part_keys(path, f)[i]
+                    for f in FORMATS[:2]
+                    for i in (0, 1)
+                ),
+                log_key,
+            ]
+        ),
+    ),
+    st.text(max_size=3),
+    st.integers(0, 3),
+)
+SHAPES = st.sampled_from(
+    [(), (1,), (2,), (2, 2), (2, 1), (1, 2), (1, 1), (2, 2, 2), (2, 1, 1), (0, 2)]
+)
+DTYPES = st.sampled_from(
+    [torch.float32] * 6 + [torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2,
+     torch.int64, torch.bool, torch.complex64]
+)  # fmt: skip
+VALUES = st.sampled_from([0.0, 1.0, -2.0, 1e-20, 1e30, float("nan"), float("inf"), 0.1])
+
+
+@st.composite
+def tensors(draw):
+    shape, dtype = draw(SHAPES), draw(DTYPES)
+    count = int(torch.Size(shape).numel())
+    values = draw(st.lists(VALUES, min_size=count, max_size=count))
+    tensor = torch.tensor(values, dtype=torch.float64).reshape(shape)
+    tensor = tensor.nan_to_num(0, 1, -1) if dtype in (torch.int64, torch.bool) else tensor
+    return tensor.to(dtype)
+
+
+ITEMS = st.one_of(tensors(), tensors(), tensors(), st.sampled_from(["text", 3, None]))
+STATES = st.dictionaries(NAMES, ITEMS, max_size=7)
+
+
+def pair_states(path_names=("w", "a.w", "b.w_v")):
+    """State dicts of which most entries are weight norm."""
+    pair = st.tuples(
+        st.sampled_from(path_names),
+        st.sampled_from(FORMATS[:2]),
+        st.sampled_from([((2, 2), (2, 1)), ((2, 2), ()), ((2, 2), (2,)), ((2, 2, 2), (1, 2, 1))]),
+        st.integers(0, 3),
+    )
+
+    def build(pairs, rest):
+        state = dict(rest)
+        for path, format, (v_shape, g_shape), seed in pairs:
+            random = torch.Generator().manual_seed(seed)
+            g_key, v_key = part_keys(path, format)
+            state[g_key] = torch.randn(g_shape, generator=random)
+            state[v_key] = torch.randn(v_shape, generator=random)
+        return state
+
+    return st.builds(build, st.lists(pair, max_size=3), STATES)
+
+
+def identical(a, b):
+    """Whether two values are the same, bit for bit."""
+    if not isinstance(a, torch.Tensor):
+        return a is b or a == b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return torch.allclose(a.to(wide), b.to(wide), rtol=0, atol=0, equal_nan=True)
+
+
+def identical_states(a, b):
+    return set(a) == set(b) and all(identical(a[key], b[key]) for key in a)
+
+
+@settings(max_examples=400, derandomize=True, deadline=None, database=None)
+@given(
+    st.one_of(STATES, pair_states()),
+    st.sampled_from(FORMATS),
+    st.sampled_from([(), "*", "*w", lambda name, tensor: name.endswith("w")]),
+    st.sampled_from(["infer", "infer", 0, 1, None, 5]),
+)
+def test_random_state_dicts_convert_exactly_or_are_refused(state, to, weights, dim):
+    before = {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in state.items()}
+    stored = stored_weights(state, dim)
+    try:
+        new = convert_state_dict(state, to, weights=weights, dim=dim)
+    except StateDictError:
+        return
+    finally:
+        assert identical_states(state, before)  # the input is never changed
+    parts = {key for weight in stored for key in weight.keys}
+    # Nothing that is not weight norm is lost, nothing is left over.
+    selected = {key for key in state if key not in parts and key not in new}
+    assert all(identical(new[key], state[key]) for key in state if key in new and key not in parts)
+    paths = {weight.path for weight in stored} | selected
+    found = stored_weights(new, dim)
+    if to == "folded":
+        assert not found
+        assert not selected
+        assert paths <= set(new)
+        assert len(new) == len(state) - len(parts) + len(stored)
+    else:
+        assert {weight.path for weight in found} == paths
+        assert all(weight.format == to for weight in found)
+        decomposed = {key: new[key] for path in selected for key in part_keys(path, to)}
+        back = convert_state_dict(decomposed, "folded", dim=dim)
+        assert identical_states(back, {key: state[key] for key in selected})
+        reversible = not selected and not any(weight.is_log for weight in stored)
+        if reversible and len({weight.format for weight in stored}) == 1:
+            assert identical_states(convert_state_dict(new, stored[0].format, dim=dim), state)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@given(st.one_of(STATES, pair_states(["weight", "0.weight"])), st.sampled_from([*KINDS]))
+def test_random_state_dicts_load_or_are_refused(state, kind):
+    model = KINDS[kind](nn.Linear(2, 2))
+    before = copy.deepcopy(model.state_dict())
+    try:
+        load_state_dict(model, state, strict=False)
+    except StateDictError:
+        assert equal(model.state_dict(), before)

@@ -1,25 +1,41 @@
-"""State dicts of weight-normalized models, in three formats, and the ways between them.
+"""Convert and load state dicts of weight-normalized models.
 
-- ``"parametrize"``: torch's newer keys and ours, ``parametrizations.weight.original0`` = g and
-  ``…original1`` = v
-- ``"hook"``: torch's older keys, ``weight_g`` and ``weight_v``
+A normalized weight is stored in one of three formats:
+
+- ``"parametrize"``: ``parametrizations.weight.original0`` = g and ``….original1`` = v, the keys of
+  ``torch.nn.utils.parametrizations.weight_norm`` and of this library
+- ``"hook"``: ``weight_g`` and ``weight_v``, the keys of ``torch.nn.utils.weight_norm``
 - ``"folded"``: plain ``weight``
 
-Conversion looks at keys and shapes alone: no model, no code of one. Between the first two it
-renames; folding computes w = g·v/‖v‖; unfolding sets v = w and g = ‖w‖, which folds back bit for
-bit.
+Conversion reads keys, shapes and types; it needs no model. Between the first two formats it
+renames. Folding computes w = g·v/‖v‖. Decomposing a plain weight sets v = w and g = ‖w‖, which
+folds back bit for bit.
+
+Note [which pairs are weight norm]
+    Names alone do not decide: attention layers have parameters called ``bias_g`` and ``bias_v``.
+    A pair counts as weight norm if both are real floating-point tensors, v has two or more
+    dimensions, and g has the shape of a norm of v: one number, or one for each index along an axis
+    (with 1 along all others, or flat). All other tensors are copied as they are.
+
+Note [conversion is planned first]
+    ``plan_conversion`` decides from shapes and types what each new key will hold, and refuses
+    results that would lose a tensor or be misread. Only then is anything computed. Files are
+    converted by the same plan, one tensor at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from weightnorm import functional, kernels
 from weightnorm.functional import Parts
@@ -28,298 +44,571 @@ from weightnorm.inspection import NormalizedWeight, find_normalized
 Format = Literal["parametrize", "hook", "folded"]
 FORMATS: tuple[Format, ...] = ("parametrize", "hook", "folded")
 Dim = int | Literal["infer"] | None
-State = Mapping[str, Any]
+State = Mapping[Any, Any]
+MAX_DEPTH = 100
+"""Nesting of mappings that is followed; checkpoints have a few levels."""
+Weights = str | Iterable[str] | Callable[[str, Tensor], bool]
+
+_PARAMETRIZED = re.compile(r"(.*\.)?parametrizations\.([^.]+)\.(.+)", re.DOTALL)
 
 
 class StateDictError(ValueError):
     """A state dict that cannot be converted or loaded, with the reason."""
 
 
+# — stored weights —
+
+
 @dataclass(frozen=True)
-class Entry:
-    """A normalized weight in a state dict: where it is, in which format, and its stored parts."""
+class StoredWeight:
+    """A normalized weight in a state dict: its name, its format and its stored parts."""
 
     path: str
     """Name of the weight itself, as in ``encoder.0.weight``."""
     format: Format
     v: Tensor
     g: Tensor
-    """g, or s for a log-scale."""
+    """g, or s = log g if `is_log`."""
     is_log: bool = False
 
     @property
     def parts(self) -> Parts:
-        return Parts(self.v, self.g.exp() if self.is_log else self.g)
+        return Parts(v=self.v, g=self.g.exp() if self.is_log else self.g)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys this entry takes up."""
-        g, v = keys_of(self.path, self.format)
-        return (g, v, *([log_mark(self.path)] if self.is_log else []))
+        """The keys of g and v, and of the log-scale marker if there is one."""
+        return (*part_keys(self.path, self.format), *([log_key(self.path)] if self.is_log else []))
 
 
-def keys_of(path: str, format: Format) -> tuple[str, str]:
-    """The keys of g and v of the weight at `path`."""
+def part_keys(path: str, format: Format) -> tuple[str, str]:
+    """Return the keys of g and v of the weight at `path`.
+
+    >>> part_keys("encoder.weight", "hook")
+    ('encoder.weight_g', 'encoder.weight_v')
+    """
     if format == "hook":
         return f"{path}_g", f"{path}_v"
-    prefix, _, name = path.rpartition(".")
-    inner = ".".join(filter(None, [prefix, "parametrizations", name]))
+    prefix, dot, name = path.rpartition(".")
+    inner = f"{prefix}{dot}parametrizations.{name}"
     return f"{inner}.original0", f"{inner}.original1"
 
 
-def entries(state: State) -> dict[str, Entry]:
-    """Every normalized weight of a state dict, by the name of the weight.
+def log_key(path: str) -> str:
+    """Return the key that marks a log-scale."""
+    return part_keys(path, "parametrize")[0].removesuffix("original0") + "0.log_scale"
+
+
+def stored_weights(state: State, dim: Dim = "infer") -> list[StoredWeight]:
+    """Find the normalized weights of a state dict. See Note [which pairs are weight norm].
 
     >>> from weightnorm import weight_norm
-    >>> list(entries(nn.Sequential(weight_norm(nn.Linear(2, 3))).state_dict()))
+    >>> state = nn.Sequential(weight_norm(nn.Linear(2, 3))).state_dict()
+    >>> [weight.path for weight in stored_weights(state)]
     ['0.weight']
     """
-    found = {}
-    for path, format in normalized_paths(state).items():
-        g, v = (state[key] for key in keys_of(path, format))
-        if isinstance(v, Tensor) and isinstance(g, Tensor):
-            found[path] = Entry(path, format, v, g, log_mark(path) in state)
-    return found
+    named = (_path_of_g(key) for key in state if isinstance(key, str))
+    pairs = (_stored_pair(state, *found) for found in named if found)
+    return [pair for pair in pairs if pair and _kept_axes(pair, dim)]
 
 
-def normalized_paths(keys: Collection[str]) -> dict[str, Format]:
-    """The weights that a state dict's keys show to be normalized, and in which format."""
-    found: dict[str, Format] = {}
-    for key in keys:
-        path = _path_of_g(key)
-        format: Format = "hook" if key.endswith("_g") else "parametrize"
-        if path is not None and keys_of(path, format)[1] in keys:
-            found[path] = format
-    return found
+def _path_of_g(key: str) -> tuple[str, Format] | None:
+    """Return the path and format of the weight whose g has this key; None if no g has."""
+    if key.endswith("_g"):
+        path = key[:-2]
+        return (path, "hook") if path.rpartition(".")[2] else None
+    match = _PARAMETRIZED.fullmatch(key)
+    if match and match[3] == "original0":
+        return (match[1] or "") + match[2], "parametrize"
+    return None
+
+
+def _stored_pair(state: State, path: str, format: Format) -> StoredWeight | None:
+    """Return the pair under the keys of `path`, if both are real floating-point tensors."""
+    g, v = (state.get(key) for key in part_keys(path, format))
+    if not (_is_real(g) and _is_real(v)):
+        return None
+    is_log = format == "parametrize" and log_key(path) in state
+    return StoredWeight(path, format, v=v, g=g, is_log=is_log)
+
+
+def _is_real(x: Any) -> TypeGuard[Tensor]:
+    dense = isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
+    return dense and x.is_floating_point() and not is_lazy(x)
+
+
+def _kept_axes(weight: StoredWeight, dim: Dim) -> list[tuple[int | None, int]]:
+    """Return every (axis, groups) for which g has the shape of a norm of v."""
+    v, g = weight.v.shape, weight.g.shape
+    if len(v) < 2:
+        return []
+    if not g or (dim is None and math.prod(g) == 1):
+        return [(None, 1)]
+    if len(g) != len(v):
+        return [(axis, 1) for axis in range(len(v)) if g == v[axis : axis + 1]]
+    for axis in range(len(v)):
+        if g == kernels.unit_shape(v, axis):
+            return [(axis, 1)]
+    # A grouped transposed convolution. With a g as large as v, only specific names are believed.
+    groups, known = g[0], weight.format == "parametrize" or g != v
+    if len(v) > 2 and groups > 1 and known and v[0] % groups == 0:
+        return [(1, groups)] if g == kernels.unit_shape(v, 1, groups) else []
+    return []
+
+
+def kept_axis(weight: StoredWeight, dim: Dim = "infer") -> tuple[int | None, int]:
+    """Return the kept axis and the groups by the shapes; `dim` decides if several axes fit."""
+    fitting = _kept_axes(weight, dim)
+    if len(fitting) > 1 and dim != "infer":
+        fitting = [(axis, n) for axis, n in fitting if axis == _resolve(weight.path, weight.v, dim)]
+    if len(fitting) == 1:
+        return fitting[0]
+    axes = [axis for axis, _ in fitting]
+    reason = f"could be along any of the axes {axes}; choose with dim" if axes else "fits no axis"
+    raise StateDictError(
+        f"{weight.path}: g of shape {tuple(weight.g.shape)} beside v of shape "
+        f"{tuple(weight.v.shape)} {reason}"
+    )
+
+
+def _resolve(path: str, w: Tensor, dim: Dim) -> int | None:
+    """Return a valid axis of a weight; 0 if it is to be inferred."""
+    try:
+        return functional.resolve_dim(0 if dim == "infer" else dim, w.ndim)
+    except IndexError as error:
+        raise StateDictError(f"{path}: {error}") from None
+
+
+# — folding and decomposing —
+
+
+@torch.no_grad()
+def fold(weight: StoredWeight, dim: Dim = "infer") -> Tensor:
+    """Compute w = g·v/‖v‖; v itself for units with g = ‖v‖, so that decomposing is undone exactly.
+
+    Note [equal means equal in storage]
+        decompose stores g = ‖w‖ rounded to w's type, and NaN for a row with NaN.
+    """
+    v, g = weight.parts
+    axis, groups = kept_axis(weight, dim)
+    g = g.reshape(kernels.unit_shape(v.shape, axis, groups))
+    norm = functional.norm(v, axis, groups=groups).to(g.dtype)
+    unchanged = (norm == g) | (norm.isnan() & g.isnan())
+    w = kernels.formula(v, g, axis, groups).to(v.dtype)
+    return torch.where(functional.per_weight(unchanged, v, axis, groups), v, w)
+
+
+@torch.no_grad()
+def _decompose(path: str, w: Tensor, axis: int | None) -> Parts:
+    """Return v = w and g = ‖w‖ (for zero rows any direction and g = 0); exact when folded."""
+    v, g = functional.decompose(w, axis)
+    if w.device.type == "meta":
+        return Parts(v=v, g=g)
+    # functional.decompose also replaces rows that are merely short, and folding must return them.
+    zero = functional.norm((w != 0).to(w.dtype), axis) == 0
+    v = torch.where(functional.per_weight(zero, w, axis, 1), v, w)
+    finite = functional.norm(w.isfinite().logical_not().to(w.dtype), axis) == 0
+    if (finite & g.isfinite().logical_not()).any():
+        raise StateDictError(f"{path}: ‖w‖ is too large for {w.dtype}; use a wider type")
+    return Parts(v=v, g=g)
+
+
+# — conversion —
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """An item of a converted state dict: where it comes from and how it is computed."""
+
+    key: Hashable
+    source: Hashable
+    """The key that it replaces."""
+    outline: Any
+    """A tensor of its shape and type; for what is no tensor, the value itself."""
+    compute: Callable[[State], Any]
+    """The value, given the state dict."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The plan of one state dict's conversion."""
+
+    names: list[str]
+    """The weights that are folded, renamed or decomposed."""
+    tensors: list[PlannedTensor]
+
+
+class WeightSelection:
+    """Selects plain weights by name, pattern or function."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._function = weights if callable(weights) else None
+        patterns = () if callable(weights) else weights
+        self._patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        if wrong := [pattern for pattern in self._patterns if not isinstance(pattern, str)]:
+            raise StateDictError(f"weights has {wrong[0]!r}; expected names and patterns")
+        self._unmatched = dict.fromkeys(self._patterns)
+        self._names: list[str] = []
+
+    def matches(self, place: str, name: str) -> bool:
+        """Whether a pattern matches the name, or the name with the place of its state dict."""
+        full = join_path(place, name)
+        self._names.append(full)
+        found = [p for p in self._patterns if fnmatchcase(name, p) or fnmatchcase(full, p)]
+        for pattern in found:
+            self._unmatched.pop(pattern, None)
+        return bool(found)
+
+    def selects(self, place: str, name: Hashable, value: Any) -> bool:
+        """Whether this item of a state dict is a plain weight to decompose."""
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            return False
+        if self._function is not None:
+            return bool(self._function(name, value))
+        return _is_real(value) and value.ndim > 1 and self.matches(place, name)
+
+    def raise_unmatched(self) -> None:
+        """Raise for a pattern that has matched nothing, naming the nearest weights."""
+        for pattern in self._unmatched:
+            near = get_close_matches(pattern, self._names, 3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "check the names"
+            raise StateDictError(
+                f"weights={pattern!r} matches no weight (a matrix or more); {hint}"
+            )
 
 
 def convert_state_dict(
-    state: State,
-    to: Format,
-    *,
-    weights: Iterable[str] | Callable[[str, Tensor], bool] = (),
-    dim: Dim = "infer",
-) -> dict[str, Any]:
-    """A state dict with every normalized weight in the format `to`; all else as it is.
+    state: State, to: Format, *, weights: Weights = (), dim: Dim = "infer"
+) -> dict[Any, Any]:
+    """Return a state dict with every normalized weight in the format `to`; all else as it is.
 
     Args:
-        state: a state dict, or a checkpoint that holds some deeper down, as under ``"state_dict"``,
-            ``"model"`` or ``"generator"``; weights are found wherever they are.
+        state: a state dict, or a checkpoint with state dicts inside it, as under ``"state_dict"``,
+            ``"model"`` or ``"generator"``.
         to: ``"parametrize"``, ``"hook"`` or ``"folded"``.
-        weights: plain weights to decompose, by name or pattern, such as ``"*.weight"``; or a
-            function of name and tensor. None by default: a plain weight does not say whether it
-            should be normalized.
-        dim: the kept axis. It is read off g's shape, so it is needed only where g has lost it (a
-            flat g beside a square v) and for plain weights that keep another axis than 0.
+        weights: plain weights to decompose: a name or pattern such as ``"*.weight"``, several, or a
+            function of name and tensor. A pattern that matches nothing is an error.
+        dim: the kept axis. It is inferred from the shape of g, so it is needed only for a flat g
+            beside a square v, and for plain weights that keep another axis than 0.
 
-    A log-scale comes out as linear g. Conversions there and back are exact.
+    A log-scale is converted to linear g. Conversion and its inverse are exact. If two tensors would
+    get the same key, or the result could be misread, a StateDictError names both.
 
     >>> from weightnorm import weight_norm
     >>> list(convert_state_dict(weight_norm(nn.Linear(2, 3)).state_dict(), to="hook"))
     ['bias', 'weight_g', 'weight_v']
     """
+    selection = WeightSelection(weights)
+    plans = [
+        (mapping, plan_conversion(mapping, to, selection, dim, place))
+        for place, mapping in nested_mappings(state)
+    ]
+    selection.raise_unmatched()
+    # Mappings may be shared or cyclic: every one is converted once.
+    results: dict[int, dict[Any, Any]] = {id(mapping): {} for mapping, _ in plans}
+    for mapping, plan in plans:
+        for planned in plan.tensors:
+            value = planned.compute(mapping)
+            results[id(mapping)][planned.key] = results.get(id(value), value)
+    return results[id(state)]
+
+
+def plan_conversion(
+    state: State, to: Format, selection: WeightSelection, dim: Dim = "infer", place: str = ""
+) -> Conversion:
+    """Plan the conversion of one state dict, without computing anything.
+
+    `state` may hold meta tensors. `place` is its path in the checkpoint.
+    """
+    _check_arguments(to, dim)
+    stored = {key: weight for weight in stored_weights(state, dim) for key in weight.keys}
+    names: list[str] = []
+    tensors: list[PlannedTensor] = []
+    for key, value in state.items():
+        weight = stored.get(key)
+        if weight is not None:
+            if key != weight.keys[0]:
+                continue  # the whole weight is placed where its g was
+            selection.matches(place, weight.path)
+            names.append(weight.path)
+            tensors += _plan_stored(state, weight, to, dim)
+        elif selection.selects(place, key, value) and to != "folded":
+            names.append(key)
+            tensors += _plan_decomposed(key, value, to, dim)
+        else:
+            tensors.append(_plan_copy(key, key, value))
+    _refuse_collisions(tensors)
+    _refuse_misreadings(tensors, [] if to == "folded" else names, dim)
+    return Conversion(names, tensors)
+
+
+def _check_arguments(to: Any, dim: Any) -> None:
     if to not in FORMATS:
         near = get_close_matches(str(to), FORMATS, 1) or FORMATS
         raise StateDictError(f"to={to!r} is unknown; expected one of {FORMATS}: {near[0]!r}?")
-    chosen = weights if callable(weights) else name_matcher(tuple(weights))
-    return _convert(state, to, chosen, dim)
+    if not (dim is None or dim == "infer" or isinstance(dim, int)):
+        raise StateDictError(f"dim={dim!r}; expected an axis, None or 'infer'")
 
 
-def _convert(state: State, to: Format, chosen: Any, dim: Any) -> dict[str, Any]:
-    found = entries(state)
-    owner = {key: entry for entry in found.values() for key in entry.keys}
-    out: dict[str, Any] = {}
-    for key, value in state.items():
-        entry = owner.get(key)
-        if entry is not None:
-            if key == entry.keys[0]:  # the whole entry goes where its g was
-                out.update(_written(entry, to, dim))
-        elif isinstance(value, Tensor):
-            if to != "folded" and chosen(key, value):
-                v, g = functional.decompose(value, plain_axis(key, value.ndim, dim))
-                out.update(zip(keys_of(key, to), (g, v), strict=True))
-            else:
-                out[key] = value
-        elif isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
-            out[key] = _convert(value, to, chosen, dim)
-        else:
-            out[key] = value
-    return out
+def _plan_copy(new: Hashable, key: Hashable, value: Any) -> PlannedTensor:
+    return PlannedTensor(new, key, value, lambda state: state[key])
 
 
-def _written(entry: Entry, to: Format, dim: Any) -> dict[str, Tensor]:
+def _plan_stored(
+    state: State, weight: StoredWeight, to: Format, dim: Dim
+) -> Iterator[PlannedTensor]:
+    if to == weight.format and not weight.is_log:
+        for key in weight.keys:
+            yield _plan_copy(key, key, state[key])
+        return
+    _refuse_further_parametrizations(state, weight)
+    path, format, (g_key, v_key, *_) = weight.path, weight.format, weight.keys
+
+    def read(state: State) -> StoredWeight:
+        return StoredWeight(path, format, v=state[v_key], g=state[g_key], is_log=weight.is_log)
+
     if to == "folded":
-        return {entry.path: folded_weight(entry, dim)}
-    g, v = keys_of(entry.path, to)
-    return {g: entry.parts.g, v: entry.v}
+        _refuse_narrow(path, weight.v, weight.g)
+        kept_axis(weight, dim)
+        yield PlannedTensor(path, v_key, weight.v, lambda state: fold(read(state), dim))
+        return
+    if weight.is_log:
+        _refuse_narrow(path, weight.g)
+    new_g, new_v = part_keys(path, to)
+    yield PlannedTensor(new_g, g_key, weight.g, lambda state: read(state).parts.g)
+    yield _plan_copy(new_v, v_key, weight.v)
 
 
-def folded_weight(entry: Entry, dim: Dim = "infer") -> Tensor:
-    """w = g·v/‖v‖; v itself for a unit whose g is ‖v‖ to the bit, so that unfolding is undone."""
-    v, g = entry.parts
-    axis, groups = infer_axis(entry, dim)
-    shape = kernels.unit_shape(v.shape, axis, groups)
-    g = g.reshape(shape)
-    w = kernels.formula(v, g, axis, groups)
-    same = functional.norm(v, axis, groups=groups).to(g.dtype) == g
-    blocks = kernels.block_shape(v.shape, axis, groups)
-    untouched = same.reshape(blocks[0], 1, blocks[2], 1).expand(blocks).reshape(v.shape)
-    return torch.where(untouched, v, w)
+def _plan_decomposed(key: str, w: Tensor, to: Format, dim: Dim) -> Iterator[PlannedTensor]:
+    if not (_is_real(w) and w.ndim > 1 and w.numel()):
+        raise StateDictError(
+            f"{key}: cannot decompose {tuple(w.shape)} numbers of {w.dtype}; expected a "
+            "floating-point weight of two or more dimensions that is not empty"
+        )
+    _refuse_narrow(key, w)
+    axis = _resolve(key, w, dim)
+    g = torch.empty(kernels.unit_shape(w.shape, axis), dtype=w.dtype, device="meta")
+    new_g, new_v = part_keys(key, to)
+    yield PlannedTensor(new_g, key, g, lambda state: _decompose(key, state[key], axis).g)
+    yield PlannedTensor(new_v, key, w, lambda state: _decompose(key, state[key], axis).v)
 
 
-def plain_axis(path: str, ndim: int, dim: Dim) -> int | None:
-    """The axis to keep of a plain weight: 0, unless told otherwise."""
-    try:
-        return functional.resolve_dim(0 if dim == "infer" else dim, ndim)
-    except IndexError as error:
-        raise StateDictError(f"{path}: {error}") from None
+def _refuse_narrow(path: str, *parts: Tensor) -> None:
+    for part in parts:
+        if part.dtype.itemsize == 1:
+            raise StateDictError(
+                f"{path}: is stored as {part.dtype}, which can only be renamed; "
+                "convert it to a wider type first"
+            )
 
 
-def infer_axis(entry: Entry, dim: Dim = "infer") -> tuple[int | None, int]:
-    """The kept axis and the groups, read off the shapes; `dim` decides where they leave it open."""
-    v, g = entry.v, entry.g
-    if g.ndim == 0 or (dim is None and g.numel() == 1):
-        return None, 1
-    if g.ndim == v.ndim:
-        for axis in range(v.ndim):
-            if g.shape == kernels.unit_shape(v.shape, axis):
-                return axis, 1
-        groups = g.shape[0]
-        if v.ndim > 1 and v.shape[0] % groups == 0:
-            grouped = kernels.unit_shape(v.shape, 1, groups)
-            if g.shape == grouped:
-                return 1, groups
-    fitting = [axis for axis in range(v.ndim) if g.shape == v.shape[axis : axis + 1]]
-    if len(fitting) > 1 and dim != "infer":
-        fitting = [axis for axis in fitting if axis == plain_axis(entry.path, v.ndim, dim)]
-    if len(fitting) == 1:
-        return fitting[0], 1
-    reason = (
-        f"could lie along any of the axes {fitting}; say which with dim"
-        if fitting
-        else "fits none of its axes"
-    )
-    raise StateDictError(
-        f"{entry.path}: g of shape {tuple(g.shape)} beside v of shape {tuple(v.shape)} {reason}"
-    )
+def _refuse_further_parametrizations(state: State, weight: StoredWeight) -> None:
+    """Refuse a weight that more than weight norm computes: folding would drop the rest."""
+    if weight.format == "parametrize":
+        prefix = weight.keys[0].removesuffix("original0")
+        known = {*weight.keys, log_key(weight.path)}
+        for key in state:
+            if isinstance(key, str) and key.startswith(prefix) and key not in known:
+                raise StateDictError(
+                    f"{weight.path}: {key!r} belongs to a further parametrization of the weight; "
+                    "remove it from the model before saving"
+                )
 
 
+def _refuse_collisions(tensors: list[PlannedTensor]) -> None:
+    sources: dict[Hashable, Hashable] = {}
+    for planned in tensors:
+        if planned.key in sources:
+            raise StateDictError(
+                f"{sources[planned.key]!r} and {planned.source!r} would both become "
+                f"{planned.key!r}; remove or rename one of them"
+            )
+        sources[planned.key] = planned.source
+
+
+def _refuse_misreadings(tensors: list[PlannedTensor], expected: list[str], dim: Dim) -> None:
+    """Refuse a result in which other weights would be found than those that were written."""
+    found = stored_weights({planned.key: planned.outline for planned in tensors}, dim)
+    for weight in found:
+        if weight.path not in expected:
+            g, v = weight.keys[:2]
+            raise StateDictError(
+                f"{g!r} and {v!r} of the result would be read as the normalized weight "
+                f"{weight.path!r}; rename one of them"
+            )
+    for path in sorted(set(expected) - {weight.path for weight in found}):
+        raise StateDictError(f"{path}: g has the shape of v; it could not be recognized again")
+
+
+def nested_mappings(state: State) -> list[tuple[str, State]]:
+    """Return every mapping in a checkpoint with its path, each once, the outermost first."""
+    found: list[tuple[str, State]] = [("", state)]
+    depths = {id(state): 0}
+    for place, mapping in found:  # grows while it is read: no recursion
+        depth = depths[id(mapping)] + 1
+        for key, value in mapping.items():
+            if isinstance(value, Mapping) and id(value) not in depths:
+                if depth > MAX_DEPTH:
+                    raise StateDictError(f"mappings are nested more than {MAX_DEPTH} deep")
+                depths[id(value)] = depth
+                found.append((join_path(place, str(key)), value))
+    return found
+
+
+def join_path(place: str, name: str) -> str:
+    """Join the path of a mapping and a name in it.
+
+    >>> join_path("generator", "0.weight"), join_path("", "0.weight")
+    ('generator.0.weight', '0.weight')
+    """
+    return f"{place}.{name}" if place else name
+
+
+# — loading —
+
+
+@torch.no_grad()
 def load_state_dict(model: nn.Module, state: State, strict: bool = True) -> list[str]:
-    """Load a state dict of any format into a model of any flavour, plain ones included.
+    """Load a state dict of any format into a model, normalized in any way or plain.
 
-    Returns the names of the weights that were converted on the way. With ``strict``, weights that
-    are missing or left over are an error that names the weights, whatever keys they come under.
+    Returns the names of the weights that were converted. Keys that the model itself has are loaded
+    as they are. With ``strict``, missing and unexpected weights are an error that names them. After
+    a StateDictError the model is unchanged.
 
     >>> from weightnorm import weight_norm
     >>> plain = nn.Linear(2, 3)
     >>> load_state_dict(weight_norm(nn.Linear(2, 3)), plain.state_dict())
     ['weight']
     """
-    own = {site.path: site for site in find_normalized(model)}
-    found = entries(state)
-    fitted: dict[str, Any] = {}
-    owner = {key: entry for entry in found.values() for key in entry.keys}
+    own = model.state_dict()
+    normalized = {weight.path: weight for weight in find_normalized(model)}
+    stored = _loadable_weights(state, own, normalized)
+    fitted: dict[Any, Any] = {}
+    sources: dict[Any, Any] = {}
     converted = []
     for key, value in state.items():
-        entry = owner.get(key)
-        if entry is not None and key != entry.keys[0]:
+        weight = stored.get(key)
+        if weight is not None and key != weight.keys[0]:
             continue
-        path = key if entry is None else entry.path
-        site = own.get(path)
-        if site is None:
-            fitted[path] = value if entry is None else folded_weight(entry)
-            changed = entry is not None
+        path = key if weight is None else weight.path
+        target = normalized.get(path)
+        if target is not None:
+            tensors = _fit(target, weight, value)
+            changed = weight is None or set(weight.keys) != set(tensors)
         else:
-            fitted.update(_for_site(site, entry, value))
-            changed = entry is None or set(entry.keys) != set(_site_keys(site))
-        if changed:
-            converted.append(path)
-    expected = set(model.state_dict())
-    missing, unexpected = sorted(expected - set(fitted)), sorted(set(fitted) - expected)
+            tensors = {path: value if weight is None else _fold_checked(state, weight)}
+            changed = weight is not None
+        for new in tensors:
+            if new in sources:
+                raise StateDictError(
+                    f"{sources[new]!r} and {key!r} are both values of {path!r}; remove one of them"
+                )
+            sources[new] = key
+        fitted.update(tensors)
+        converted += [path] * changed
+    missing = [key for key in own if key not in fitted]
+    unexpected = [key for key in fitted if key not in own]
     if strict and (missing or unexpected):
-        raise StateDictError(_mismatch(model, missing, unexpected))
-    model.load_state_dict(fitted, strict=False)
+        raise StateDictError(_mismatch(model, normalized, missing, unexpected))
+    for key in fitted.keys() & own.keys():
+        _check_fits(key, fitted[key], own[key])
+    named = {key: value for key, value in fitted.items() if isinstance(key, str)}
+    try:
+        model.load_state_dict(named, strict=False)
+    except RuntimeError as error:
+        raise StateDictError(str(error)) from error
     return converted
 
 
-def _for_site(site: NormalizedWeight, entry: Entry | None, value: Any) -> dict[str, Tensor]:
-    """The keys of a normalized weight of the model, from an entry or a plain weight."""
-    v_shape, g_shape = site.stored.v.shape, site.stored.g.shape
-    if entry is not None and entry.v.shape == v_shape and _same_units(entry.g, site.stored.g):
-        v, g = entry.parts
-        stored = (
-            site.parametrization.stored(g.reshape(g_shape)) if site.is_log else g.reshape(g_shape)
-        )
-        stored = entry.g.reshape(g_shape) if site.is_log and entry.is_log else stored
+def _loadable_weights(
+    state: State, own: State, normalized: Mapping[str, NormalizedWeight]
+) -> dict[str, StoredWeight]:
+    """Return the stored weights by each of their keys, except where the model has such keys."""
+    plain = own.keys() - {key for weight in normalized.values() for key in _own_keys(weight)}
+    # The model knows which of its weights are normalized: there, names are enough.
+    known = [_stored_pair(state, path, format) for path in normalized for format in FORMATS[:2]]
+    weights = [*stored_weights(state), *filter(None, known)]
+    return {key: w for w in weights if plain.isdisjoint(w.keys) for key in w.keys}
+
+
+def _fit(target: NormalizedWeight, weight: StoredWeight | None, value: Any) -> dict[str, Tensor]:
+    """Return the tensors of one of the model's weights, from stored parts or a plain weight."""
+    own_v, own_g = target.stored.v, target.stored.g
+    if weight is not None and _keeps_parts(target, weight):
+        v, g = weight.v, weight.g
+        if target.is_log != weight.is_log:
+            g = weight.parts.g if weight.is_log else target.parametrization.stored(g)
     else:
-        weight = value if entry is None else folded_weight(entry)
-        if weight.shape != v_shape:
-            raise StateDictError(
-                f"{site.path} has shape {tuple(weight.shape)} in the checkpoint, "
-                f"{tuple(v_shape)} in the model"
-            )
-        v, stored = site.decomposed(weight)
-    g_key, v_key, *mark = _site_keys(site)
-    return {g_key: stored, v_key: v, **{key: torch.tensor(True) for key in mark}}
+        w = value if weight is None else fold(weight)
+        if not _is_real(w):
+            kind = w.dtype if isinstance(w, Tensor) else type(w).__name__
+            raise StateDictError(f"{target.path} is {kind}; expected a floating-point tensor")
+        _check_shape(target.path, w, own_v)
+        v, g = target.decomposed(w)
+    g_key, v_key, *mark = _own_keys(target)
+    return {g_key: g.reshape(own_g.shape), v_key: v, **{key: torch.tensor(True) for key in mark}}
+
+
+def _keeps_parts(target: NormalizedWeight, weight: StoredWeight) -> bool:
+    """Whether v and g themselves can be loaded; else only w = g·v/‖v‖ can."""
+    v, g = target.stored
+    if weight.v.shape != v.shape or not _same_units(weight.g, g):
+        return False
+    # A log-scale cannot represent a negative g.
+    return not target.is_log or weight.is_log or not bool((weight.g < 0).any())
+
+
+def _fold_checked(state: State, weight: StoredWeight) -> Tensor:
+    _refuse_further_parametrizations(state, weight)
+    _refuse_narrow(weight.path, weight.v, weight.g)
+    return fold(weight)
 
 
 def _same_units(g: Tensor, own: Tensor) -> bool:
-    """Whether both g are of the same units. A flat one has only their number to say."""
+    """Whether both g are of the same units. A flat g is compared by its length."""
     return g.shape == own.shape or (g.ndim == 1 and g.numel() == own.numel())
 
 
-def _site_keys(site: NormalizedWeight) -> tuple[str, ...]:
-    format: Format = "hook" if site.parametrization is None else "parametrize"
-    mark = [log_mark(site.path)] if site.is_log else []
-    return (*keys_of(site.path, format), *mark)
+def _own_keys(weight: NormalizedWeight) -> tuple[str, ...]:
+    format: Format = "hook" if weight.parametrization is None else "parametrize"
+    mark = [log_key(weight.path)] if weight.is_log else []
+    return (*part_keys(weight.path, format), *mark)
 
 
-def _mismatch(model: nn.Module, missing: list[str], unexpected: list[str]) -> str:
-    path_of = {
-        key: path
-        for path, format in normalized_paths(model.state_dict()).items()
-        for key in (*keys_of(path, format), log_mark(path))
-    }
+def _check_fits(key: str, value: Any, own: Any) -> None:
+    if not isinstance(own, Tensor):  # a module's extra state
+        return
+    if not isinstance(value, Tensor):
+        raise StateDictError(f"{key} is a {type(value).__name__}; expected a tensor")
+    if is_lazy(own):
+        return
+    if value.layout != own.layout or not torch.can_cast(value.dtype, own.dtype):
+        raise StateDictError(
+            f"{key} is {value.dtype} ({value.layout}) in the checkpoint, "
+            f"{own.dtype} ({own.layout}) in the model"
+        )
+    _check_shape(key, value, own)
+
+
+def _check_shape(key: str, value: Tensor, own: Tensor) -> None:
+    if value.shape != own.shape and not (own.shape == () and value.shape == (1,)):
+        raise StateDictError(
+            f"{key} has shape {tuple(value.shape)} in the checkpoint, "
+            f"{tuple(own.shape)} in the model"
+        )
+
+
+def _mismatch(
+    model: nn.Module,
+    normalized: Mapping[str, NormalizedWeight],
+    missing: list[str],
+    unexpected: list[Any],
+) -> str:
+    path_of = {key: path for path, weight in normalized.items() for key in _own_keys(weight)}
     lines = [f"the checkpoint does not fit {type(model).__name__}"]
     if missing:
         names = dict.fromkeys(path_of.get(key, key) for key in missing)
         lines.append(f"  missing: {', '.join(names)}")
     if unexpected:
-        lines.append(f"  left over: {', '.join(unexpected)}")
+        lines.append(f"  unexpected: {', '.join(map(str, unexpected))}")
     return "\n".join(lines)
-
-
-def _path_of_g(key: str) -> str | None:
-    """The weight whose g this key holds; None if it holds no g."""
-    if key.endswith("_g"):
-        return key[:-2]
-    if not key.endswith(".original0"):
-        return None
-    *prefix, marker, name, _ = ["", *key.split(".")]
-    if marker != "parametrizations":
-        return None
-    return ".".join([*filter(None, prefix), name])
-
-
-def log_mark(path: str) -> str:
-    """The key that marks a log-scale."""
-    return keys_of(path, "parametrize")[0].removesuffix("original0") + "0.log_scale"
-
-
-def name_matcher(patterns: tuple[str, ...]) -> Callable[[str, Tensor], bool]:
-    """Whether a plain tensor is a weight that one of the patterns names."""
-
-    def chosen(name: str, tensor: Tensor) -> bool:
-        fits = any(fnmatchcase(name, pattern) for pattern in patterns)
-        return fits and tensor.ndim > 1 and tensor.is_floating_point()
-
-    return chosen
-
-
-def walk(state: State, path: str = "") -> Iterator[tuple[str, State]]:
-    """Every mapping in a checkpoint that holds tensors, with its place."""
-    if any(isinstance(value, Tensor) for value in state.values()):
-        yield path, state
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from walk(value, f"{path}.{key}".lstrip("."))

@@ -1,22 +1,24 @@
 """Write a .safetensors file one tensor at a time, whole or not at all.
 
-The format: the length of a header as 8 bytes, the header as JSON (name → type, shape, place of the
-bytes), then the bytes. The library's own writer wants all tensors in memory at once.
+The format: the length of a header as 8 bytes, the header as JSON (name → type, shape, offsets of
+the data), then the data. The safetensors library's own writer needs all tensors in memory at once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import torch
 from torch import Tensor
+
+from weightnorm.lab.files import atomic_writer
 
 DTYPES = {
     "C64": torch.complex64,
@@ -36,47 +38,51 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor to be written: all that the header says of it, and how to make it."""
+class TensorToWrite:
+    """A tensor's entry in the header, and the function that computes it."""
 
     key: str
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
-    make: Callable[[], Tensor]
+    compute: Callable[[], Tensor]
 
     @property
     def size(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        """Bytes of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, pieces: Sequence[Piece], metadata: dict[str, str]) -> None:
-    """Replace a file by these tensors, made and written one after the other."""
+def write_safetensors(
+    path: Path, tensors: Sequence[TensorToWrite], metadata: dict[str, str]
+) -> None:
+    """Replace a file by these tensors, each computed when it is written. Keys must be unique."""
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    place = 0
-    for piece in pieces:
-        ends = place + piece.size
-        shape = list(piece.shape)
-        header[piece.key] = {"dtype": piece.dtype, "shape": shape, "data_offsets": [place, ends]}
-        place = ends
+    start = 0
+    for tensor in tensors:
+        if tensor.key in header or tensor.key == "__metadata__":
+            raise ValueError(f"a safetensors file cannot have {tensor.key!r} twice")
+        end = start + tensor.size
+        header[tensor.key] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for piece in pieces:
-                file.write(_bytes(piece))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_writer(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            _write_data(file, tensor)
 
 
-def _bytes(piece: Piece) -> Any:
-    tensor = piece.make().detach().to(DTYPES[piece.dtype]).contiguous()
-    assert tuple(tensor.shape) == piece.shape, piece.key
-    return tensor.flatten().view(torch.uint8).numpy().data
+def _write_data(file: IO[bytes], tensor: TensorToWrite) -> None:
+    value = tensor.compute().detach().to(tensor.dtype).contiguous()
+    if tuple(value.shape) != tensor.shape:
+        raise ValueError(f"{tensor.key!r} has shape {tuple(value.shape)}, planned {tensor.shape}")
+    if tensor.size:  # by address: Tensor.numpy would need numpy
+        file.write((ctypes.c_char * tensor.size).from_address(value.data_ptr()))

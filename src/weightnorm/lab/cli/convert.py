@@ -15,18 +15,21 @@ from weightnorm.lab.cli.console import OUT, print_line
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """A checkpoint file in another format: .pt, .pth, .bin, .safetensors, or an index of shards."""
+    """Reads and writes .pt, .pth, .bin, .ckpt, .safetensors, and the .safetensors.index.json of
+    shards. The output is of the same kind as the input."""
 
     source: tyro.conf.Positional[Path]
-    """The checkpoint. Pickles are loaded as tensors only: no code in them runs."""
+    """The checkpoint. Nothing in it is executed."""
     target: tyro.conf.Positional[Path]
-    """The file to write, of the same kind; it appears whole or not at all."""
+    """The file to write. It is replaced when everything is written, or not at all."""
     to: Literal["parametrize", "hook", "folded"]
-    """torch's newer keys, its older ones (weight_g, weight_v), or plain weights."""
+    """The keys of torch.nn.utils.parametrizations.weight_norm, those of torch.nn.utils.weight_norm
+    (weight_g, weight_v), or plain weights."""
     weights: tuple[str, ...] = ()
     """Plain weights to decompose, by name or pattern such as '*.weight'."""
     dim: int | Literal["infer"] | None = "infer"
-    """The kept axis, where shapes do not tell it: a flat g, or plain weights (else 0)."""
+    """The kept axis, for plain weights (else 0) and where shapes leave it open: a flat g beside a
+    square v."""
 
 
 def main(words: list[str]) -> int:

@@ -7,31 +7,46 @@ from pathlib import Path
 
 import tyro
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
-from weightnorm.lab.checkpoint_files import inspect_file
+from weightnorm.lab.checkpoint_files import WeightSummary, inspect_file
 from weightnorm.lab.cli.arguments import parse
 from weightnorm.lab.cli.console import OUT, print_line
+from weightnorm.lab.errors import printable
 
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """The normalized weights of a checkpoint file."""
+    """A row for each normalized weight: format, shape, kept axis, mean ‖v‖, mean |g|, dead units
+    (g = 0 or v = 0). Nothing in the file is executed."""
 
     file: tyro.conf.Positional[Path]
-    """The checkpoint: .pt, .pth, .bin, .safetensors, or an index of shards."""
+    """The checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or the .safetensors.index.json of
+    shards."""
 
 
 def main(words: list[str]) -> int:
     options = parse(InspectOptions, words, "inspect")
     rows, others = inspect_file(options.file)
-    table = Table("weight", "format", "shape", "dim", "units", "mean ‖v‖", "mean |g|", "dead")
-    for row in rows:
-        shape, lengths = "×".join(map(str, row.shape)), (f"{row.v_norm:.4g}", f"{row.g:.4g}")
-        table.add_row(
-            escape(row.name), row.format, shape, str(row.dim), str(row.units), *lengths,
-            str(row.dead or ""),
-        )  # fmt: skip
-    OUT.print(table)
+    if rows:
+        OUT.print(_table(rows))
     print_line(OUT, f"{len(rows)} normalized weights, {others} other tensors")
     return 0
+
+
+def _table(rows: list[WeightSummary]) -> Table:
+    names = ("format", "shape", "dim", "units", "mean ‖v‖", "mean |g|", "dead")
+    columns = [Column(name, no_wrap=name != "format") for name in names]
+    table = Table(Column("weight", overflow="fold"), *columns, box=None, padding=(0, 1))
+    for row in rows:
+        table.add_row(
+            escape(printable(row.name)),
+            row.format,
+            "×".join(map(str, row.shape)),
+            "?" if row.dim == "ambiguous" else str(row.dim),
+            str(row.units),
+            "?" if row.dim == "ambiguous" else f"{row.v_norm:.4g}",
+            f"{row.g:.4g}",
+            str(row.dead or ""),
+        )
+    return table

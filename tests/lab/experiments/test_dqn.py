@@ -1,5 +1,6 @@
 """DQN: a game whose optimal values are known, each part of the algorithm, and its settings."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from weightnorm import is_weight_normed
-from weightnorm.lab.errors import ConfigError
+from weightnorm.lab.errors import ConfigError, DataError
 from weightnorm.lab.experiments import dqn
 from weightnorm.lab.experiments.dqn import Agent, epsilon, td_targets
 from weightnorm.lab.rl import episodes
@@ -295,6 +296,49 @@ def test_epsilon_greedy_probabilities():
     assert {epsilon_greedy(actor, state, 0.0, 3) for _ in range(20)} == {1}
     drawn = torch.bincount(torch.tensor([epsilon_greedy(actor, state, 0.5, 3) for _ in range(600)]))
     assert (drawn / 600).tolist() == pytest.approx([1 / 6, 4 / 6, 1 / 6], abs=0.06)
+
+
+# — the replay file —
+
+
+class Failing(Corridor):
+    """Raises after 120 steps."""
+
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps > 120:
+            raise RuntimeError("power failure")
+        return super().step(action)
+
+
+def test_finished_run_deletes_a_leftover_replay_file(config):
+    config = replace(config, epochs=1, train_steps=40, replay_start=15, test_steps=10)
+    record = dqn.run(config, game=Corridor)
+    assert not list(record.folder.glob("replay*"))
+    (record.folder / "replay.bin").write_bytes(b"left by a kill between finish and delete")
+    assert dqn.run(config, game=Corridor).result == record.result
+    assert not list(record.folder.glob("replay*"))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "changed", "missing"])
+def test_damaged_replay_file_is_refused(config, damage):
+    config = replace(config, checkpoint_seconds=0.0)
+    with pytest.raises(RuntimeError, match="power failure"):
+        dqn.run(config, game=Failing)
+    (path,) = config.runs.rglob("replay.bin")
+    if damage == "missing":
+        path.unlink()
+    elif damage == "changed":
+        content = bytearray(path.read_bytes())
+        content[len(content) // 100] ^= 1  # among the first frames
+        path.write_bytes(content)
+    else:
+        os.truncate(path, 0 if damage == "empty" else 20_000)
+    message = "is missing" if damage == "missing" else "is damaged"
+    with pytest.raises(DataError, match=f"replay.bin {message}.*delete the run's folder"):
+        dqn.run(config, game=Corridor)
 
 
 # — settings —

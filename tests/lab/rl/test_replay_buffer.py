@@ -225,5 +225,7 @@ def test_missing_file_is_refused(tmp_path):
     append_random(replay, naive, 5, random.Random(1))
     state = replay.state_dict()
     replay.discard()
-    with pytest.raises(DataError, match="ring is missing; delete the run's folder to start over"):
-        ReplayBuffer(tmp_path / "ring", 12, SHAPE).load_state_dict(state)
+    for _ in range(2):
+        with pytest.raises(DataError, match="ring is missing; delete the run's folder to start"):
+            ReplayBuffer(tmp_path / "ring", 12, SHAPE).load_state_dict(state)
+        assert not (tmp_path / "ring").exists()

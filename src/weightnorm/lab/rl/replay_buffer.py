@@ -154,6 +154,7 @@ class ReplayBuffer:
         """
         way_out = "delete the run's folder to start over"
         if self._created:
+            self.discard()
             raise DataError(f"{self.path} is missing; {way_out}")
         self.steps = state["steps"]
         first = self._first_needed()

@@ -1,4 +1,4 @@
-"""Words into configs, with tyro. A misspelt one is refused, and the nearest is named."""
+"""Parse options with tyro; errors name the nearest valid word."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ T = TypeVar("T")
 
 
 def parse(kind: type[T], words: list[str], verb: str, default: Any = None) -> T:
-    """Options of a verb; SystemExit as argparse has it: 0 after help, 2 after a refusal."""
+    """Parse the options of a verb; SystemExit(0) after help, SystemExit(2) after an error."""
     parsed: T = _cli(kind, words, verb, {"default": default} if default else {})
     return parsed
 
 
 def parse_known(kind: type[T], words: list[str], verb: str) -> tuple[T, list[str]]:
-    """Options of a verb, and the words that are not among them."""
+    """Parse the options of a verb, and return the words that are none of them."""
     both: tuple[T, list[str]] = _cli(kind, words, verb, {"return_unknown_args": True})
     return both
 
 
 def with_flags(kind: type[T], names: Iterable[str], about: str) -> type[T]:
-    """The options, and for each name a flag that takes words."""
+    """Add a flag with any number of values for each name."""
     words = Annotated[tuple[str, ...], tyro.conf.arg(help=about)]
     more = [(name, words, dataclasses.field(default=())) for name in names]
     doc = {"__doc__": kind.__doc__}
@@ -41,7 +41,7 @@ def with_flags(kind: type[T], names: Iterable[str], about: str) -> type[T]:
 
 
 def refuse_singular(words: list[str], kind: Any) -> None:
-    """A grid's ``--seed 1`` would be lost: its name is ``--seeds``."""
+    """Raise UsageError for ``--seed 1``, which a grid would ignore: its flag is ``--seeds``."""
     plurals = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(kind)}
     for word in split_flags(words):
         if f"{word}s" in plurals:
@@ -66,7 +66,7 @@ def _cli(kind: Any, words: list[str], verb: str, more: dict[str, Any]) -> Any:
 
 
 def _hints(kind: Any, words: list[str]) -> list[str]:
-    """For each value that is not among its field's choices, the nearest that is."""
+    """Return the nearest valid value for each value that is not among its field's choices."""
     types, hints = typing.get_type_hints(kind), []
     for field in dataclasses.fields(kind):
         known, flag = _choices(types[field.name]), f"--{field.name.replace('_', '-')}"
@@ -83,5 +83,5 @@ def _choices(hint: Any) -> list[str]:
 
 
 def split_flags(words: list[str]) -> list[str]:
-    """``--flag=value`` as two words."""
+    """Split ``--flag=value`` into two words."""
     return [part for word in words for part in (word.split("=", 1) if word[:2] == "--" else [word])]

@@ -1,13 +1,12 @@
-"""Experiments on the command line: which one, and its config."""
+"""Parse the experiment and its config from the command line."""
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
-
-from rich.table import Table
 
 from weightnorm.lab.cli.arguments import parse, split_flags
 from weightnorm.lab.cli.console import OUT, print_line
@@ -20,7 +19,7 @@ EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (classif
 
 
 def split_experiment(words: list[str], verb: str) -> tuple[ModuleType, list[str]]:
-    """The experiment that is named first, and the words after it."""
+    """Return the experiment, the first word, and the words after it."""
     if words and words[0] in ("-h", "--help"):
         print_line(OUT, f"usage: weightnorm {verb} EXPERIMENT [settings]\n")
         print_line(OUT, f"{VERBS[verb].summary}\n")
@@ -32,23 +31,35 @@ def split_experiment(words: list[str], verb: str) -> tuple[ModuleType, list[str]
 
 
 def print_experiments() -> None:
-    """Print every experiment with its presets."""
-    table = Table("experiment", "preset", "settings", box=None)
+    """Print every experiment with the flags of its presets, in at most 80 columns."""
     for name, module in EXPERIMENTS.items():
-        table.add_row(f"[bold]{name}", "", module.TITLE)
-        for preset in module.PRESETS:
-            table.add_row("", preset, ", ".join(module.SIZES[preset]))
-    OUT.print(table)
-    OUT.print("\nweightnorm run EXPERIMENT --help  explains every setting", highlight=False)
+        print_line(OUT, f"{name}: {module.TITLE}")
+        flags = {preset: preset_flags(preset) for preset in module.PRESETS}
+        width = max(map(len, flags.values()))
+        for preset, words in flags.items():
+            indent = " " * (width + 6)
+            text = f"  {words:{width}}    {', '.join(module.SIZES[preset])}"
+            print_line(OUT, textwrap.fill(text, 80, subsequent_indent=indent))
+    print_line(OUT, "\nweightnorm run EXPERIMENT --help explains every setting")
+
+
+def preset_flags(name: str) -> str:
+    """Return the flags that select a preset.
+
+    >>> preset_flags("cpu cifar10")
+    '--preset cpu --data cifar10'
+    """
+    preset, _, data = name.partition(" ")
+    return f"--preset {preset} --data {data}" if data else f"--preset {preset}"
 
 
 def parse_config(module: ModuleType, words: list[str], verb: str) -> Any:
-    """An experiment's config: its preset, then the flags, then the preset's learning rate."""
-    said = dict(pairwise([*split_flags(words), ""]))
-    name = said.get("--preset", "cpu")
+    """Parse a config: the preset, then the flags, then the preset's learning rate if not given."""
+    given = dict(pairwise([*split_flags(words), ""]))
+    name = given.get("--preset", "cpu")
     if name not in module.PRESETS:
-        name = "cpu"  # it is refused below
-    preset = preset_of(module.PRESETS, name, said.get("--data", ""))
+        name = "cpu"  # parse() below raises the error
+    preset = preset_of(module.PRESETS, name, given.get("--data", ""))
     config: RunConfig = parse(type(preset), words, verb, default=preset)
     if "--learning-rate" not in split_flags(words):
         rate = module.LEARNING_RATES[config.preset][config.parameterization]

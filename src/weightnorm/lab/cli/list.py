@@ -1,4 +1,4 @@
-"""The verb `list`."""
+"""`weightnorm list`: list the experiments and their presets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightnorm.lab.cli.experiments import print_experiments
 
 @dataclass(frozen=True)
 class NoOptions:
-    """There is nothing to set."""
+    """There are no settings."""
 
 
 def main(words: list[str]) -> int:

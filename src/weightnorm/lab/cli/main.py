@@ -56,9 +56,9 @@ def _overview() -> str:
     lines = [f"  weightnorm {name:{width}}  {verb.summary}" for name, verb in VERBS.items()]
     return "\n".join(
         [
-            "The experiments of the weight normalization paper, and tools for checkpoint files.\n",
+            "Experiments of the weight normalization paper, and checkpoint tools.\n",
             *lines,
-            "\nEach has a --help. A good start: weightnorm demo",
+            "\nEach has a --help. Start with: weightnorm demo",
         ]
     )
 

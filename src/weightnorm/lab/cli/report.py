@@ -1,4 +1,4 @@
-"""The verb `report`."""
+"""`weightnorm report`: write the report, or the tables and figures of the documents."""
 
 from __future__ import annotations
 

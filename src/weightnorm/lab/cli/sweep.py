@@ -1,4 +1,4 @@
-"""The verb `sweep`."""
+"""`weightnorm sweep`: run a grid of experiments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weightnorm.lab.sweeps.summary import render
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """The grid. Any setting of the experiment may follow as a flag; see its own --help."""
+    """The grid. The flags of weightnorm run EXPERIMENT can be given too."""
 
     parameterizations: tuple[Parameterization, ...] = ()
-    """Which; by default, all that the experiment compares."""
+    """Parameterizations; by default, all that the experiment compares."""
     learning_rates: tuple[float, ...] = ()
-    """Learning rates; by default, for each parameterization what the paper chose."""
+    """Learning rates; by default, the preset's for each parameterization."""
     seeds: tuple[int, ...] = (1,)
     """Seeds."""
     jobs: int = 1
@@ -28,14 +28,13 @@ class SweepOptions:
     cluster: str | None = None
     """Run on this Ray cluster instead: an address, or auto. The runs folder must be shared."""
     metric: str | None = None
-    """The result that decides which learning rate is best; by default the experiment's own, and
-    it knows whether the lowest or the highest wins."""
+    """The result that decides which learning rate is best; by default the experiment's own."""
 
 
 def main(words: list[str]) -> int:
     module, rest = split_experiment(words, "sweep")
     axes: dict[str, str] = getattr(module, "AXES", {})
-    kind = with_flags(SweepOptions, axes, "More than one to range over.")
+    kind = with_flags(SweepOptions, axes, "Values of this setting; the grid has a run for each.")
     options, rest = parse_known(kind, rest, f"sweep {module.NAME}")
     refuse_singular(rest, kind)
     base = parse_config(module, rest, f"sweep {module.NAME}")
@@ -51,6 +50,7 @@ def main(words: list[str]) -> int:
 
 
 def run_sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
+    """Run a grid and print its results; returns the exit code."""
     module = EXPERIMENTS[grid.experiment]
     metric = options.metric or module.METRIC
     highest = metric in getattr(module, "HIGHER_IS_BETTER", ())

@@ -23,14 +23,14 @@ def _verb(name: str, summary: str, extra: str = "lab") -> Verb:
 
 
 VERBS = {
-    "list": _verb("list", "List the experiments, their presets and how long they take."),
-    "run": _verb("run", "Run one experiment; the same command resumes a run that was stopped."),
+    "list": _verb("list", "List the experiments and their presets."),
+    "run": _verb("run", "Run one experiment, or resume it."),
     "sweep": _verb("sweep", "Run a grid: parameterizations × learning rates × seeds."),
-    "claims": _verb("claims", "Measure the paper's claims; the same command resumes."),
-    "bench": _verb("bench", "Measure what weight norm costs, side by side with its peers."),
-    "report": _verb("report", "Turn records into figures, tables and one HTML page."),
-    "data": _verb("data", "Show which data sets are there, and download the others."),
+    "claims": _verb("claims", "Measure the paper's claims, or resume measuring."),
+    "bench": _verb("bench", "Measure the cost of weight norm and its alternatives."),
+    "report": _verb("report", "Write figures, tables and a page from the records."),
+    "data": _verb("data", "Show and download the data sets."),
     "convert": _verb("convert", "Convert a checkpoint file between weight-norm formats.", "files"),
     "inspect": _verb("inspect", "Show the normalized weights of a checkpoint file.", "files"),
-    "demo": _verb("demo", "Compare five parameterizations on embedded digits; with a report."),
+    "demo": _verb("demo", "Compare five parameterizations in three minutes."),
 }

@@ -11,6 +11,7 @@ from weightnorm.lab.reports.style import STYLES, ordered, style_of
 from weightnorm.lab.reports.tables import (
     epochs_sentence,
     epochs_table,
+    epochs_to_common,
     final_values,
     times,
     unfinished,
@@ -84,6 +85,23 @@ def findings(runs: RunGrid) -> tuple[str, ...]:
         f"{place}: final training error in %: {train}.",
         f"{place}: final test error in %: {test}.",
         *epochs_sentence(runs, "train_error", "training error", 100, " %"),
+    )
+
+
+def epochs_comparison(records: list[RunRecord]) -> str:
+    """Compare in two sentences the epochs that each parameterization needs to the same error.
+
+    The empty string if there are fewer than two parameterizations.
+    """
+    (runs,) = run_grids(records, metric="train_error")
+    target, needed = epochs_to_common(runs, "train_error")
+    if not needed:
+        return ""
+    seeds = max(epochs.n for epochs in needed.values())
+    texts = [f"{runs.name(kind)} {epochs.text(digits=1)}" for kind, epochs in needed.items()]
+    return (
+        f"Every run reaches a training error of {100 * target:.1f} %. Epochs needed for it, mean "
+        f"± standard deviation over {seeds} seeds: {', '.join(texts)}."
     )
 
 

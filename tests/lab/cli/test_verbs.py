@@ -1,0 +1,61 @@
+"""The verbs of the command line: help, lists, the demo."""
+
+import re
+
+import pytest
+
+from weightnorm.lab.cli import experiments
+from weightnorm.lab.cli.main import main
+from weightnorm.lab.cli.verbs import VERBS
+
+COLUMNS = 80
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+
+
+def test_overview_lists_every_verb_in_80_columns(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= COLUMNS
+    assert all(f"  weightnorm {name} " in out for name in VERBS)
+
+
+def test_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("weightnorm ")
+
+
+def test_list_fits_80_columns_and_names_only_presets_that_run(capsys):
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= COLUMNS
+    module, seen = None, 0
+    for line in out.splitlines():
+        if (name := line.partition(":")[0]) in experiments.EXPERIMENTS:
+            module = experiments.EXPERIMENTS[name]
+        elif flags := re.match(r"  (--preset \S+(?: --data \S+)?)", line):
+            config = experiments.parse_config(module, flags[1].split(), f"run {module.NAME}")
+            assert f"--preset {config.preset}" in flags[1]
+            seen += 1
+    assert seen == sum(len(module.PRESETS) for module in experiments.EXPERIMENTS.values())
+
+
+def test_data_fits_80_columns(tmp_path, capsys):
+    assert main(["data", "--data-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "binarized_mnist_train.amat" in out
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= COLUMNS
+
+
+@pytest.mark.parametrize("words", [["nonsense"], ["run", "clasify"], ["run"]])
+def test_usage_errors_have_exit_code_2(words, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_report_without_runs_fails_with_exit_code_1(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 1
+    assert "no runs to report on" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Horizontal bar charts with intervals, in groups."""
+"""Horizontal bar and dot charts with intervals, in groups."""
 
 from __future__ import annotations
 
@@ -13,8 +13,29 @@ from weightnorm.lab.reports.style import INK
 
 WIDTH, BAR, GROUP, LINE, FRAME = 6.4, 0.24, 0.34, 0.16, 0.8
 """Inches: width of the figure; heights of a bar, a heading, its further lines, the frame."""
+ROW = 0.27
+"""Inches: height of a row of dots."""
 LETTERS = 80
 """Characters that fit on a line of a heading."""
+
+
+def dot_figure(chart: BarChart) -> Figure:
+    """Draw one row of dots for each group, with a dashed line at the reference."""
+    drawing = Figure(figsize=(WIDTH, FRAME + 0.4 + ROW * len(chart.groups)), layout="constrained")
+    axes = drawing.add_subplot(xlabel=chart.x)
+    axes.axvline(1, linestyle="--", color=INK, linewidth=1)
+    handles: dict[str, Any] = {}
+    for row, group in enumerate(chart.groups):
+        for index, bar in enumerate(group.bars):
+            y = row + 0.18 * (index - (len(group.bars) - 1) / 2)
+            axes.plot([bar.low, bar.high], [y, y], color=bar.style.color, linewidth=1.2)
+            (handles[bar.name],) = axes.plot(
+                bar.value, y, bar.style.marker, color=bar.style.color, markersize=5
+            )
+    axes.set_yticks(range(len(chart.groups)), [group.name for group in chart.groups], size=9)
+    axes.set_ylim(len(chart.groups) - 0.4, -0.6)
+    drawing.legend([*handles.values()], [*handles], loc="outside lower center", ncols=4)
+    return drawing
 
 
 def bar_figure(bars: BarChart) -> Figure:

@@ -27,18 +27,20 @@ COLORS = (
 )
 """Part of an implementation's name → the parameterization whose color it has; first match."""
 SUMMARY = {
-    "step": "ConvPool-CNN-C, training step",
-    "vocoder": "60 small conv1d layers",
-    "recurrent": "64 steps of 256 units",
-    "acting": "agent acting",
-    "optimizer": "v and g in the optimizer",
-    "memory": "peak memory",
-    "mean-only": "mean-only batch norm",
-    "draw": "DRAW",
-    "dqn": "DQN, training",
-    "vae": "VAE",
+    "step": "ConvPool-CNN-C",
+    "vocoder": "60 conv1d layers, {short}",
+    "recurrent": "{short}",
+    "acting": "agent acting, {short}",
+    "optimizer": "optimizer form, {short}",
+    "memory": "ConvPool-CNN-C, peak memory",
+    "mean-only": "mean-only BN, {case}",
+    "draw": "DRAW, {short}",
+    "dqn": "DQN",
+    "vae": "VAE, {short}",
 }
-"""Benchmarks in the summary, with short titles."""
+"""Benchmarks in the summary: their short titles. {short} is the case up to its first comma."""
+NO_BREAK = "\N{NO-BREAK SPACE}"
+MARKS = {"met": "✓", "within noise": "~", "missed": "✗"}
 COLUMNS = {
     "ours": (
         "weight norm, batched",
@@ -62,6 +64,12 @@ LIMITS = {
     "convolution": "measured throughput of convolutions",
     "memory": "measured memory bandwidth",
     "a copy of the weight": "speed of copying the weight",
+}
+COLUMN_STYLES = {
+    "ours": STYLES["weight-norm"],
+    "torch parametrization": STYLES["mean-only-batch-norm"],
+    "torch hook": Style("", "#7a7f87", "s"),
+    "batch norm": STYLES["batch-norm"],
 }
 RENAMED = {"weight norm, together": "weight norm, batched_weights", "look": "monitor"}
 """Names in older records → today's."""
@@ -125,12 +133,13 @@ def summary(found: Row) -> Table:
                 name = next((name for name in names if name in case["ratios"]), "")
                 cells.append(interval(_to_plain(case, name)) if name else "—")
             goal = next(iter(_own_goals(case)), None)
-            judged = (short_goal(goal), goal["verdict"]) if goal else ("—", "—")
-            rows.append((short_work(row, case), *cells, *judged))
-    head = ("work", *COLUMNS, "goal", "")
+            title = short_work(row, case).replace(" ", NO_BREAK)
+            rows.append((title, *cells, short_goal(goal) if goal else "—"))
+    head = ("work", *COLUMNS, "goal")
     notes = (
-        "Relative to the same work with plain weights (for mean-only batch norm: to the "
-        "convolution alone), with 95 % intervals; lower is better.",
+        "Time of a training step, unless something else is named, relative to plain weights; for "
+        "mean-only batch norm (BN) relative to the convolution alone. With 95 % intervals; lower "
+        "is better. Goal for ours: ✓ met, ~ within noise, ✗ missed.",
     )
     return Table("Summary", head, tuple(rows), notes, numeric=False)
 
@@ -156,17 +165,17 @@ def _to_plain(case: Row, name: str) -> list[float | None]:
 
 
 def short_goal(goal: Row) -> str:
-    """Shorten a goal for the summary.
+    """Shorten a goal and its verdict for the summary.
 
-    >>> short_goal({"says": "weight norm ≤ 1.01 × plain"})
-    '≤ 1.01'
-    >>> short_goal({"says": "extra cost of mean-only ≤ 0.5 × that of batch norm"})
-    "extra cost ≤ 0.5 × batch norm's"
+    >>> short_goal({"says": "weight norm ≤ 1.01 × plain", "verdict": "met"})
+    '≤\xa01.01\xa0✓'
+    >>> short_goal({"says": "extra cost of a ≤ 0.5 × that of batch norm", "verdict": "missed"})
+    "extra\xa0≤\xa00.5\xa0×\xa0BN's\xa0✗"
     """
-    extra = "extra cost " if goal["says"].startswith("extra cost") else ""
+    extra = "extra " if goal["says"].startswith("extra cost") else ""
     text = f"{extra}≤{goal['says'].partition('≤')[2]}"
-    text = re.sub(r" × (plain|standard)$", "", text)
-    return re.sub(r"that of (.*)", r"\1's", text)
+    text = re.sub(r" × (plain|standard)$", "", text).replace("that of batch norm", "BN's")
+    return f"{text} {MARKS[goal['verdict']]}".replace(" ", NO_BREAK)
 
 
 def goals(found: Row) -> Table:
@@ -208,7 +217,8 @@ def work(row: Row, case: Row) -> str:
 
 
 def short_work(row: Row, case: Row) -> str:
-    return renamed(f"{SUMMARY[row['name']]}: {case['case']}")
+    short = case["case"].partition(",")[0].replace("small ", "")
+    return renamed(SUMMARY[row["name"]].format(case=case["case"], short=short))
 
 
 def renamed(text: str) -> str:
@@ -232,10 +242,10 @@ def interval(value: list[float | None], digits: int = 2) -> str:
     """Return a ratio with its interval.
 
     >>> interval([1.004, 0.97, None])
-    '1.00 [0.97, ∞]'
+    '1.00\xa0[0.97,\xa0∞]'
     """
     middle, low, high = ("∞" if x in (None, math.inf) else f"{x:.{digits}f}" for x in value)
-    return f"{middle} [{low}, {high}]"
+    return f"{middle} [{low}, {high}]".replace(" ", NO_BREAK)
 
 
 def ratio(value: list[float | None]) -> str:
@@ -264,22 +274,21 @@ def markdown(found: Row) -> str:
 
 
 def overview_chart(found: Row) -> BarChart:
-    """Chart the summary: time of ours, torch's and batch norm, relative to plain weights."""
-    shown = []
+    """Chart the summary as dots: ours, torch's and batch norm, relative to plain weights."""
+    groups = []
     for row in found["rows"]:
-        for case in row["cases"] if row["name"] in SUMMARY and row["name"] != "memory" else ():
+        for case in row["cases"] if row["name"] in SUMMARY else ():
             bars = []
             for column, names in COLUMNS.items():
                 name = next((name for name in names if name in case["ratios"]), "")
                 value = _to_plain(case, name) if name else [None]
                 if None not in value:
-                    label = renamed(name) if column == "ours" else column
-                    bars.append(Bar(label, color(column), *value))
-            shown.append(BarGroup(short_work(row, case), tuple(bars)))
-    caption = "Dashed: plain weights (for mean-only batch norm: the convolution alone). "
-    caption += "Line on a bar: 95 % interval."
-    x = "time relative to plain weights"
-    return BarChart("bench-summary", "Time relative to plain weights", caption, x, tuple(shown))
+                    bars.append(Bar(column, COLUMN_STYLES[column], *value))
+            groups.append(BarGroup(short_work(row, case), tuple(bars)))
+    caption = "Dashed: plain weights (for mean-only batch norm, BN: the convolution alone). "
+    caption += "Line through a dot: 95 % interval."
+    x, title = "relative to plain weights", "Cost relative to plain weights"
+    return BarChart("bench-summary", title, caption, x, tuple(groups), dots=True)
 
 
 def charts(found: Row) -> Iterator[BarChart]:

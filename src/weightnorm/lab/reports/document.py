@@ -102,6 +102,8 @@ class BarChart:
     caption: str
     x: str
     groups: tuple[BarGroup, ...]
+    dots: bool = False
+    """Draw dots, one row for each group, instead of bars."""
 
     @property
     def alt(self) -> str:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -141,34 +142,28 @@ def blocks(sections: dict[str, Section]) -> dict[str, str]:
                 if isinstance(item, Table):
                     found[f"{name}-{slug(item.title)}"] = markdown_table(item)
     if all(entry.findings in found for entry in GALLERY):
-        found["experiments"] = "\n".join(_gallery(found))
+        found["experiments"] = "\n".join(filter(None, _gallery(found)))
     return found
 
 
 def _gallery(found: dict[str, str]) -> Iterator[str]:
-    """Yield the lines of a table with two experiments side by side."""
-    for index in range(0, len(GALLERY), 2):
-        row = GALLERY[index : index + 2]
-        titles = [f"[{entry.title}]({entry.card})" for entry in row]
-        yield _cells(titles if index == 0 else [f"**{title}**" for title in titles])
-        if index == 0:
-            yield "|---|---|"
-        yield _cells([f"![{entry.title}](docs/results/{entry.figure})" for entry in row])
-        yield _cells([_sentences(found[entry.findings], entry.first) for entry in row])
+    """Yield the lines of an HTML table with two experiments side by side.
 
-
-def _sentences(findings: str, first: int) -> str:
-    """Return items of a Markdown list as one paragraph in a cell of a table."""
-    items = findings.removeprefix("- ").split("\n- ")
-    return " ".join(items[first:]).replace("|", r"\|")
-
-
-def _cells(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    Markdown tables cannot set the widths of columns.
+    """
+    yield "<table>"
+    for index, entry in enumerate(GALLERY):
+        sentences = found[entry.findings].removeprefix("- ").split("\n- ")[entry.first :]
+        title = escape(entry.title)
+        yield "<tr>" if index % 2 == 0 else ""
+        yield f'<td width="50%" valign="top"><b><a href="{entry.card}">{title}</a></b><br>'
+        yield f'<img src="docs/results/{entry.figure}" width="400" alt="{title}"><br>'
+        yield f"{escape(' '.join(sentences))}</td>"
+    yield "</table>"
 
 
 def _bench_files(root: Path) -> dict[str, str]:
-    """Return the details of single benchmark records, by path below docs/results."""
+    """Return the details of benchmark records: ``path`` below docs/results, ``path#benchmark``."""
     results = root / "docs" / "results"
     found = {}
     for path in sorted(results.rglob("*.json")):
@@ -176,6 +171,8 @@ def _bench_files(root: Path) -> dict[str, str]:
         if isinstance(content, dict) and {"limits", "rows", "environment"} <= set(content):
             name = str(path.relative_to(results))
             found[name] = bench_details(content)
+            for row in content["rows"]:
+                found[f"{name}#{row['name']}"] = bench_details({**content, "rows": [row]})
             found[f"{name}:machine"] = bench.about(content)
     return found
 

@@ -22,7 +22,7 @@ from matplotlib.ticker import (
 )
 from PIL import Image
 
-from weightnorm.lab.reports.bar_chart import bar_figure
+from weightnorm.lab.reports.bar_chart import bar_figure, dot_figure
 from weightnorm.lab.reports.document import BarChart, FigureSpec, Line, Picture, Plot
 from weightnorm.lab.reports.style import INK
 
@@ -85,7 +85,10 @@ def plot_files(plot: Plot | BarChart, name: str) -> dict[str, bytes]:
     Ids in the SVG are derived from the name.
     """
     with matplotlib.style.context(["default", {**STYLE, "svg.hashsalt": name}]):
-        drawing = bar_figure(plot) if isinstance(plot, BarChart) else plot_figure(plot)
+        if isinstance(plot, BarChart):
+            drawing = dot_figure(plot) if plot.dots else bar_figure(plot)
+        else:
+            drawing = plot_figure(plot)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         return {
             "svg": _saved(drawing, "svg", nothing),

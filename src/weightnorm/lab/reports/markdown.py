@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from weightnorm.lab.reports.document import Table
+
+INTERVAL = re.compile(r"(?: |&nbsp;)\[([-−\d.]+),(?: |&nbsp;)([-−\d.∞]+)\]")
 
 
 def markdown_table(table: Table) -> str:
@@ -24,4 +28,19 @@ def markdown_table(table: Table) -> str:
 
 
 def _row(cells: tuple[str, ...]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(text: str) -> str:
+    """Escape a cell; intervals are set in small type, so that tables of ratios fit a screen.
+
+    >>> _cell("1.02 [0.99, 1.05]")
+    '1.02&nbsp;<sub>0.99‑1.05</sub>'
+    """
+
+    def small(match: re.Match[str]) -> str:
+        if match[1][0] in "-−":  # where a dash would be ambiguous
+            return f"&nbsp;<sub>[{match[1]},&nbsp;{match[2]}]</sub>"
+        return f"&nbsp;<sub>{match[1]}\N{NON-BREAKING HYPHEN}{match[2]}</sub>"
+
+    return INTERVAL.sub(small, text.replace("|", r"\|").replace("\N{NO-BREAK SPACE}", "&nbsp;"))

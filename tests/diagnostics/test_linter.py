@@ -1,4 +1,4 @@
-"""Each thing that usually goes wrong is found and named; a healthy model has no findings."""
+"""The linter finds each common mistake; a correct model has no findings."""
 
 import pytest
 import torch
@@ -20,19 +20,19 @@ def kinds(findings):
     return [(finding.weight, finding.kind) for finding in findings]
 
 
-def test_a_healthy_model_and_optimizer_have_no_findings(model):
+def test_correct_model_and_optimizer_have_no_findings(model):
     lengths = [p.g for p in normalized_weights(model).values()]
     others = [p for p in model.parameters() if not any(p is g for g in lengths)]
     groups = [{"params": others, "weight_decay": 0.1}, {"params": lengths, "weight_decay": 0}]
     assert check(model, torch.optim.SGD(groups, lr=0.1)) == []
 
 
-def test_a_plain_model_was_forgotten():
+def test_model_without_normalized_weights():
     (finding,) = check(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)))
     assert str(finding) == "the model: no weight is normalized; apply weight_norm_model to it"
 
 
-def test_layers_left_out(model):
+def test_layers_that_are_not_normalized(model):
     model.append(nn.Linear(2, 2)).append(nn.Embedding(3, 3))
     assert kinds(check(model)) == [("3.weight", "not normalized, unlike other layers")]
 
@@ -43,7 +43,7 @@ def test_weight_decay_on_g(model):
     assert all("weight decay on g" in finding.kind for finding in findings)
 
 
-def test_an_optimizer_made_too_early():
+def test_optimizer_built_before_weight_norm():
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     weight_norm(layer)
@@ -53,7 +53,7 @@ def test_an_optimizer_made_too_early():
     assert kinds(check(layer, optimizer)) == [("weight", "g not in the optimizer, so not trained")]
 
 
-def test_a_frozen_g_need_not_be_in_the_optimizer():
+def test_frozen_g_need_not_be_in_the_optimizer():
     layer = weight_norm(nn.Linear(3, 2), train_g=False)
     trained = [p for p in layer.parameters() if p.requires_grad]
     assert check(layer, torch.optim.SGD(trained, lr=0.1)) == []
@@ -68,7 +68,7 @@ def test_dead_units(model, which):
     assert kind.startswith("3 of 8 units dead")
 
 
-def test_norms_that_explode(model):
+def test_long_and_non_finite_v(model):
     with torch.no_grad():
         parts(model[2]).v.mul_(1e5)
     ((weight, kind),) = kinds(check(model))
@@ -80,7 +80,7 @@ def test_norms_that_explode(model):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_stale_writes_to_torchs_older_flavour():
+def test_stale_writes_under_torchs_hook():
     layer = nn.utils.weight_norm(nn.Linear(3, 2))
     assert check(layer) == []
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_stale_writes_to_torchs_older_flavour():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_step_of_the_optimizer_is_no_stale_write():
+def test_optimizer_step_is_not_a_stale_write():
     layer = nn.utils.weight_norm(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     layer(torch.ones(1, 3)).sum().backward()

@@ -1,4 +1,4 @@
-"""The monitor logs what the probes say, when it should, and goes on after a checkpoint."""
+"""The monitor logs the values of the probes at its interval, and resumes from a checkpoint."""
 
 import pytest
 import torch
@@ -20,16 +20,16 @@ def trained(steps, monitor=None):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     weight_norm_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = monitor(model, optimizer) if monitor else None
+    attached = monitor(model, optimizer) if monitor else None
     data = torch.randn(32, 4)
     for _ in range(steps):
         optimizer.zero_grad()
         model(data).square().sum().backward()
         optimizer.step()
-    return model, optimizer, watch
+    return model, optimizer, attached
 
 
-def test_it_logs_every_so_many_steps_what_the_probes_say():
+def test_logs_the_probes_every_n_steps():
     rows = []
     trained(7, lambda m, o: TrainingMonitor(m, o, lambda *r: rows.append(r), every=3))
     assert sorted({step for _, _, step in rows}) == [3, 6]
@@ -37,18 +37,18 @@ def test_it_logs_every_so_many_steps_what_the_probes_say():
     assert tags == {
         f"{layer}.weight/{what}"
         for layer in (0, 2)
-        for what in ("v_norm", "effective_step", "dead_units", "turned")
+        for what in ("v_norm", "effective_step", "dead_units", "angle_change")
     }
     at_six, _, _ = trained(6)
     logged = {tag: value for tag, value, step in rows if step == 6}
     norms = weight_norms(at_six)
     assert logged["0.weight/v_norm"] == pytest.approx(norms["0.weight"].mean().item())
-    turned = direction_angle(at_six, unit_weights(trained(3)[0]))
-    assert logged["2.weight/turned"] == pytest.approx(turned["2.weight"].mean().item(), rel=1e-4)
+    angle = direction_angle(at_six, unit_weights(trained(3)[0]))["2.weight"].mean().item()
+    assert logged["2.weight/angle_change"] == pytest.approx(angle, rel=1e-4)
 
 
 @zoo.every_layer
-def test_it_says_what_the_probes_say_of_every_layer(case):
+def test_logs_the_probes_of_every_layer(case):
     torch.manual_seed(0)
     layer, rows = case.make(), {}
     weight_norm_model(layer, where=lambda name, module: True)
@@ -61,29 +61,29 @@ def test_it_says_what_the_probes_say_of_every_layer(case):
         with torch.no_grad():
             v.add_(torch.randn_like(v))
     monitor.measure()
-    steps, turned = effective_step(layer), direction_angle(layer, before)
+    steps, angles = effective_step(layer), direction_angle(layer, before)
     for name, norm in weight_norms(layer).items():
         assert rows[f"{name}/v_norm"] == pytest.approx(norm.mean().item())
         assert rows[f"{name}/effective_step"] == pytest.approx(steps[name].mean().item())
         assert rows[f"{name}/dead_units"] == (steps[name] == 0).sum()
-        assert rows[f"{name}/turned"] == pytest.approx(turned[name].mean().item(), rel=1e-4)
+        assert rows[f"{name}/angle_change"] == pytest.approx(angles[name].mean().item(), rel=1e-4)
 
 
-def test_what_it_keeps_keeps_no_graph():
+def test_state_does_not_require_grad():
     _, _, monitor = trained(3, lambda m, o: TrainingMonitor(m, o, lambda *r: None, every=2))
     assert not any(rows.requires_grad for rows in monitor.state_dict()["before"].values())
     _, _, new = trained(0, lambda m, o: TrainingMonitor(m, o, lambda *r: None))
     assert not any(rows.requires_grad for rows in new.state_dict()["before"].values())
 
 
-def test_it_changes_nothing():
-    watched, _, _ = trained(5, lambda m, o: TrainingMonitor(m, o, lambda *r: None, every=1))
+def test_training_is_unchanged():
+    monitored, _, _ = trained(5, lambda m, o: TrainingMonitor(m, o, lambda *r: None, every=1))
     alone, _, _ = trained(5)
-    for a, b in zip(watched.parameters(), alone.parameters(), strict=True):
+    for a, b in zip(monitored.parameters(), alone.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_tensorboard_takes_it(tmp_path):
+def test_tensorboard_writer(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs the lab extra")
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
         trained(2, lambda m, o: TrainingMonitor(m, o, writer, every=2, prefix="wn/"))
@@ -91,7 +91,7 @@ def test_tensorboard_takes_it(tmp_path):
     assert b"wn/0.weight/v_norm" in events.read_bytes()
 
 
-def test_closed_it_is_silent_and_its_state_goes_on():
+def test_close_and_resume_from_state():
     rows = []
     model, optimizer, monitor = trained(
         4, lambda m, o: TrainingMonitor(m, o, lambda *r: rows.append(r), every=4)
@@ -108,13 +108,13 @@ def test_closed_it_is_silent_and_its_state_goes_on():
 
 
 @pytest.mark.parametrize(
-    ("wrap", "every", "says"),
+    ("normed", "every", "message"),
     [(False, 100, "no normalized weight"), (True, 0, "every is 0; expected 1 step or more")],
 )
-def test_what_it_cannot_watch_is_refused(wrap, every, says):
+def test_invalid_arguments_raise(normed, every, message):
     model = nn.Linear(2, 2)
-    if wrap:
+    if normed:
         weight_norm_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         TrainingMonitor(model, optimizer, print, every=every)

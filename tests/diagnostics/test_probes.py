@@ -1,4 +1,4 @@
-"""Probes against what they are defined as."""
+"""Probes against their definitions."""
 
 import math
 from copy import deepcopy
@@ -23,7 +23,7 @@ from weightnorm.diagnostics import (
 from zoo import every_layer
 
 
-def test_norms_and_steps_of_every_unit():
+def test_norm_and_effective_step_of_every_unit():
     model = nn.Sequential(nn.Linear(4, 3), nn.ConvTranspose1d(4, 6, 3, groups=2), nn.GRU(3, 2))
     weight_norm_model(model)
     with torch.no_grad():
@@ -53,30 +53,30 @@ def test_log_scales_masks_and_zero_rows():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("flavour", [nn.utils.weight_norm, parametrizations.weight_norm])
-def test_torchs_flavours(flavour):
+def test_torchs_weight_norm(flavour):
     layer = flavour(nn.Linear(4, 3))
     torch.testing.assert_close(weight_norms(layer)["weight"], parts(layer).v.norm(dim=1))
     torch.testing.assert_close(effective_step(layer)["weight"], torch.ones(3))
 
 
-# — rows and angles —
+# Rows and angles
 
 
 @every_layer
-def test_every_output_unit_has_a_row(case):
+def test_one_row_per_output_unit(case):
     layer = case.make()
     rows, plain = unit_weights(weight_norm(layer)), unit_weights(case.make())
-    looks_up = isinstance(layer, (nn.Embedding, nn.EmbeddingBag))  # nothing to weigh, unless asked
+    is_lookup = isinstance(layer, (nn.Embedding, nn.EmbeddingBag))  # not a weight by default
     assert {name: x.shape for name, x in rows.items()} == {
         name: x.shape for name, x in plain.items()
-    } or (looks_up and not plain)
+    } or (is_lookup and not plain)
     for name, norm in weight_norms(layer).items():
         g = effective_step(layer)[name] * norm
         torch.testing.assert_close(rows[name].norm(dim=1), g)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_row_is_what_its_unit_computes_with(groups):
+def test_row_is_the_weight_vector_of_its_unit(groups):
     conv = nn.ConvTranspose2d(4, 6, 3, groups=groups, bias=False)
     rows = unit_weights(weight_norm(conv))["weight"]
     for unit in range(6):
@@ -102,7 +102,7 @@ def test_angles_small_and_large(angle, wrapped):
     assert found[1] == 0
 
 
-# — gradients of single examples —
+# Gradients of single examples
 
 
 def network():
@@ -114,7 +114,7 @@ def network():
     return model, torch.randn(6, 1, 6, 6).double(), torch.randint(5, (6,))
 
 
-def test_each_examples_gradient_is_its_own_backward():
+def test_example_gradients_match_separate_backward_passes():
     model, x, y = network()
     weight_norm_model(model)
     found = example_gradients(model, nn.functional.cross_entropy, x, y)
@@ -130,7 +130,7 @@ def test_each_examples_gradient_is_its_own_backward():
         torch.testing.assert_close(found["4.weight"][i], plain[4].weight.grad)
 
 
-def test_a_weight_that_is_not_there_is_named():
+def test_unknown_weight_name_raises():
     model, x, y = network()
     with pytest.raises(ValueError, match=r"no weight '1.weight'; there are 0.weight, 2.weight"):
         example_gradients(model, nn.functional.cross_entropy, x, y, ["1.weight"])
@@ -138,7 +138,7 @@ def test_a_weight_that_is_not_there_is_named():
     assert list(only) == ["4.weight"]
 
 
-def test_covariance_against_numpys():
+def test_covariance_matches_numpy():
     gradients = torch.randn(50, 3, 4, dtype=torch.float64)
     found = gradient_covariance(gradients)
     for unit in range(3):
@@ -146,7 +146,7 @@ def test_covariance_against_numpys():
         torch.testing.assert_close(found[unit], expected)
 
 
-# — noise —
+# Noise of batch statistics
 
 
 def test_kurtosis_of_known_distributions():
@@ -157,7 +157,7 @@ def test_kurtosis_of_known_distributions():
 
 
 @pytest.mark.parametrize("space", [(), (5,), (3, 2)])
-def test_noise_of_batch_statistics_against_the_obvious_loop(space):
+def test_batch_noise_matches_a_loop(space):
     t = torch.randn(40, 3, *space, dtype=torch.float64).exp()
     found = noise_kurtosis(t, 8, draws=60, generator=torch.Generator().manual_seed(4))
     rows = torch.randint(40, (60, 8), generator=torch.Generator().manual_seed(4))

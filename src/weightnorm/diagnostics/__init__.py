@@ -1,4 +1,4 @@
-"""Eyes on a model in training: probes, a monitor that logs them, a linter."""
+"""Training diagnostics: probes, a monitor that logs them, and a linter for common mistakes."""
 
 from weightnorm.diagnostics.linter import Finding, check
 from weightnorm.diagnostics.monitor import TrainingMonitor

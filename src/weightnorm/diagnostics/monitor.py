@@ -1,4 +1,4 @@
-"""A monitor: attach it to a model and its optimizer, and the probes are logged as it trains."""
+"""Log diagnostics during training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from weightnorm.diagnostics.probes import angles, rows_of, unit_length
+from weightnorm.diagnostics.probes import angles, rows_of, unit_vectors
 from weightnorm.dtensor import whole
 from weightnorm.inspection import find_normalized
 
@@ -17,30 +17,32 @@ Log = Callable[[str, float, int], object]
 
 
 class Writer(Protocol):
-    """TensorBoard's SummaryWriter, or anything that takes a scalar as it does."""
+    """TensorBoard's SummaryWriter, or any object with its ``add_scalar``."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
 
 
 class TrainingMonitor:
-    """Log what weight norm does, every so many steps of an optimizer.
+    """Log norms, effective steps, dead units and angles every `every` optimizer steps.
 
-    For every normalized weight: the mean of ‖v‖ and of the effective step |g|/‖v‖ over its units,
-    how many units are dead, and by how many radians its units have turned since the last time.
+    For each normalized weight: ``v_norm`` and ``effective_step``, the means of ‖v‖ and |g|/‖v‖ over
+    its units; ``dead_units``, their number; and ``angle_change``, the mean angle in radians between
+    a unit's weight now and at the previous measurement.
 
-    `log` is a TensorBoard SummaryWriter, or called as ``log(tag, value, step)``. A look reads the
-    weights a few times: at the default interval 0.02 % of the training of a convolutional network,
-    and below 1 % even where a step takes a millisecond or two. On an accelerator it waits once.
+    `log` is a TensorBoard SummaryWriter, or is called as ``log(tag, value, step)``. A measurement
+    reads the weights a few times: at the default interval 0.02 % of the training time of a
+    convolutional network, and below 1 % if a step takes one or two milliseconds. It reads an
+    accelerator once.
 
     >>> import weightnorm
     >>> layer = weightnorm.weight_norm(nn.Linear(4, 2))
     >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    >>> seen = {}
-    >>> with TrainingMonitor(layer, optimizer, lambda *row: seen.update([row[:2]]), every=1):
+    >>> logged = {}
+    >>> with TrainingMonitor(layer, optimizer, lambda *row: logged.update([row[:2]]), every=1):
     ...     layer(torch.ones(1, 4)).sum().backward()
     ...     optimizer.step()
-    >>> sorted(seen)
-    ['weight/dead_units', 'weight/effective_step', 'weight/turned', 'weight/v_norm']
+    >>> sorted(logged)
+    ['weight/angle_change', 'weight/dead_units', 'weight/effective_step', 'weight/v_norm']
     """
 
     def __init__(
@@ -54,9 +56,9 @@ class TrainingMonitor:
     ) -> None:
         if every < 1:
             raise ValueError(f"every is {every}; expected 1 step or more")
-        self._before = {site.path: unit_length(rows_of(site)) for site in find_normalized(model)}
+        self._before = {w.path: unit_vectors(rows_of(w)) for w in find_normalized(model)}
         if not self._before:
-            raise ValueError("the model has no normalized weight to watch; apply weight_norm first")
+            raise ValueError("the model has no normalized weight; apply weight_norm first")
         self.model, self.every, self.prefix = model, every, prefix
         self.log: Log = log if callable(log) else log.add_scalar
         self.step = 0
@@ -69,41 +71,41 @@ class TrainingMonitor:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Log now."""
+        """Measure and log now."""
         names, found = [], []
-        for site in find_normalized(self.model):
-            now = unit_length(rows_of(site))
-            apart = (now - self._before.get(site.path, now)).norm(dim=1)
-            row = (site.v_norm().flatten(), site.parts().g.flatten().abs(), apart)
-            names.append(site.path)
+        for weight in find_normalized(self.model):
+            now = unit_vectors(rows_of(weight))
+            distance = (now - self._before.get(weight.path, now)).norm(dim=1)
+            row = (weight.v_norm().flatten(), weight.parts().g.flatten().abs(), distance)
+            names.append(weight.path)
             found.append(torch.stack([whole(x) for x in row]))  # (3, units)
-            self._before[site.path] = now
-        together = torch.cat([row.to(found[0].device) for row in found], 1).double().cpu()
-        norm, length, apart = together
+            self._before[weight.path] = now
+        # All weights in one tensor, so that the device is read once.
+        norm, length, distance = torch.cat([x.to(found[0].device) for x in found], 1).double().cpu()
         step = torch.where(norm == 0, 0.0, length / norm)
-        numbers = torch.stack([norm, step, (step == 0).double(), angles(apart)])
+        numbers = torch.stack([norm, step, (step == 0).double(), angles(distance)])
         for name, units in zip(
             names, numbers.split([row.shape[1] for row in found], 1), strict=True
         ):
-            v_norm, effective, dead, turned = units.mean(1).tolist()
+            v_norm, effective, dead, angle = units.mean(1).tolist()
             self._log(f"{name}/v_norm", v_norm)
             self._log(f"{name}/effective_step", effective)
             self._log(f"{name}/dead_units", round(dead * units.shape[1]))
-            self._log(f"{name}/turned", turned)
+            self._log(f"{name}/angle_change", angle)
 
     def _log(self, tag: str, value: float) -> None:
         self.log(f"{self.prefix}{tag}", value, self.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is, for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"step": self.step, "before": dict(self._before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state of a checkpoint."""
         self.step, self._before = state["step"], dict(state["before"])
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop logging."""
         self._handle.remove()
 
     def __enter__(self) -> TrainingMonitor:

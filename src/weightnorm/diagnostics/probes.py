@@ -1,4 +1,7 @@
-"""What weight norm does to a model in training, as numbers. Cost O(parameters) unless stated."""
+"""Measurements of normalized weights, gradients and batch statistics during training.
+
+Each costs O(parameters) unless stated otherwise.
+"""
 
 from __future__ import annotations
 
@@ -21,35 +24,35 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @torch.no_grad()
 def weight_norms(model: nn.Module) -> dict[str, Tensor]:
-    """‖v‖ of every unit of every normalized weight, by name.
+    """Return ‖v‖ of every unit of every normalized weight, by name.
 
-    Under plain gradient descent it never shrinks, and grows faster the noisier the gradient
+    Under gradient descent it never decreases, and it grows faster with noisier gradients
     (section 2.1).
     """
-    return {site.path: whole(site.v_norm()).flatten() for site in find_normalized(model)}
+    return {weight.path: whole(weight.v_norm()).flatten() for weight in find_normalized(model)}
 
 
 @torch.no_grad()
 def effective_step(model: nn.Module) -> dict[str, Tensor]:
-    """|g|/‖v‖ of every unit, by name: what eq. 4 scales its gradient by. 0 for a zero row.
+    """Return |g|/‖v‖ of every unit by name: the scale of ∇v in eq. 4. 0 for a zero row.
 
-    The direction of w turns by about learning rate × (|g|/‖v‖)·‖M∇w‖/‖v‖ in one step.
+    One step changes the direction of w by about learning rate × (|g|/‖v‖)·‖M∇w‖/‖v‖ radians.
     """
     norms = weight_norms(model)
-    lengths = {site.path: whole(site.parts().g).flatten().abs() for site in find_normalized(model)}
+    lengths = {w.path: whole(w.parts().g).flatten().abs() for w in find_normalized(model)}
     return {path: torch.where(norms[path] == 0, 0.0, lengths[path] / norms[path]) for path in norms}
 
 
 @torch.no_grad()
 def unit_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every weight by name, normalized or not, as a matrix with one row for each output unit.
+    """Return every weight by name, normalized or not, as a matrix with one row per output unit.
 
-    Keep it to see later, with :func:`direction_angle`, how far each unit has turned.
+    Pass it to :func:`direction_angle` later to measure how far each unit's direction has moved.
 
     >>> unit_weights(nn.ConvTranspose1d(2, 3, 5))["weight"].shape
     torch.Size([3, 10])
     """
-    found = {site.path: rows_of(site) for site in find_normalized(model)}
+    found = {weight.path: rows_of(weight) for weight in find_normalized(model)}
     for path, layer, name in chosen_weights(model):
         if path not in found:
             found[path] = unit_rows(getattr(layer, name), *unit_axis(layer, name)).clone()
@@ -58,37 +61,39 @@ def unit_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def direction_angle(model: nn.Module, since: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Angle in radians between each unit's weight now and then; 0 where either is a zero row.
+    """Return the angle in radians between each unit's weight now and earlier; 0 for a zero row.
 
-    `since` is what :func:`unit_weights` gave then.
+    `since` is an earlier result of :func:`unit_weights`.
     """
     now = unit_weights(model)
     return {
-        name: angles(whole((unit_length(now[name]) - unit_length(rows)).norm(dim=1)))
+        name: angles(whole((unit_vectors(now[name]) - unit_vectors(rows)).norm(dim=1)))
         for name, rows in since.items()
     }
 
 
-def unit_length(rows: Tensor) -> Tensor:
-    """Each row over its length; a zero row is not a number."""
+def unit_vectors(rows: Tensor) -> Tensor:
+    """Return each row divided by its norm; NaN for a zero row."""
     directions: Tensor = rows / rows.norm(dim=1, keepdim=True)
     return directions
 
 
-def angles(apart: Tensor) -> Tensor:
-    """2·asin(‖a − b‖/2) between unit vectors that far apart, exact for small angles too; 0 where
-    it is not a number."""
-    return torch.nan_to_num(2 * (apart / 2).clamp_max(1).asin(), 0.0)
+def angles(distance: Tensor) -> Tensor:
+    """Return 2·asin(‖a − b‖/2), the angle between unit vectors at this distance; 0 for NaN.
+
+    Unlike acos(a·b) it is exact for small angles.
+    """
+    return torch.nan_to_num(2 * (distance / 2).clamp_max(1).asin(), 0.0)
 
 
 def example_gradients(
     model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, names: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """∇w of each example on its own, by weight: (examples, units, inputs of a unit).
+    """Return ∇w of each single example, by weight name: (examples, units, inputs of a unit).
 
-    A normalized weight counts as the w it stands for, so models can be compared across
-    parameterizations. Costs a copy of the model and, for each example, a gradient's memory: name
-    the weights you need. Layers that mix examples (batch norms in training) have no such gradient.
+    For a normalized weight this is the gradient of w, so parameterizations can be compared. Costs a
+    copy of the model and the memory of one gradient per example: pass the `names` you need. Layers
+    that mix examples (batch norm in training) have no such gradient.
     """
     plain = deepcopy(model)
     remove_weight_norm(plain)
@@ -109,20 +114,20 @@ def example_gradients(
 
 
 def gradient_covariance(gradients: Tensor) -> Tensor:
-    """C of each unit from the gradients of examples: (examples, units, n) → (units, n, n).
+    """Return the covariance C of each unit's gradient: (examples, units, n) → (units, n, n).
 
-    The noise that section 2 speaks of; population covariance. Costs O(units · n²) memory.
+    This is the gradient noise of section 2, as population covariance. Costs O(units · n²) memory.
 
     >>> gradient_covariance(torch.tensor([[[1.0, 0.0]], [[-1.0, 0.0]]]))
     tensor([[[1., 0.],
              [0., 0.]]])
     """
-    centred = gradients - gradients.mean(0)
-    return torch.einsum("kum,kun->umn", centred, centred) / len(gradients)
+    centered = gradients - gradients.mean(0)
+    return torch.einsum("kum,kun->umn", centered, centered) / len(gradients)
 
 
 class BatchNoise(NamedTuple):
-    """What batches estimate of each channel: (draws, channels), or a statistic of it (channels)."""
+    """Batch statistics of each channel: (draws, channels), or a statistic of them, (channels)."""
 
     mean: Tensor
     variance: Tensor
@@ -133,7 +138,7 @@ class BatchNoise(NamedTuple):
 def batch_noise(
     t: Tensor, batch_size: int, draws: int = 1000, generator: torch.Generator | None = None
 ) -> BatchNoise:
-    """The mean, variance and 1/σ of `draws` batches of `batch_size` examples of a pre-activation.
+    """Return mean, variance and 1/σ of a pre-activation in `draws` random batches of a size.
 
     t is (examples, channels, …). Costs O(draws · batch_size) rows of (examples, channels).
     """
@@ -148,26 +153,25 @@ def batch_noise(
 def noise_kurtosis(
     t: Tensor, batch_size: int, draws: int = 1000, generator: torch.Generator | None = None
 ) -> BatchNoise:
-    """How heavy the tails are of the noise that a batch's statistics put on a pre-activation:
-    excess kurtosis, channel by channel; 0 for Gaussian noise.
+    """Return the excess kurtosis of the batch statistics of each channel; 0 for Gaussian noise.
 
-    Mean-only batch norm adds the noise of the batch mean alone; full batch norm multiplies by 1/σ
-    of the batch (section 4). Drawn as in :func:`batch_noise`.
+    Mean-only batch norm adds only the noise of the batch mean; full batch norm also multiplies by
+    1/σ of the batch (section 4). Batches are drawn as in :func:`batch_noise`.
     """
     return BatchNoise(*map(excess_kurtosis, batch_noise(t, batch_size, draws, generator)))
 
 
 def excess_kurtosis(x: Tensor) -> Tensor:
-    """m₄/m₂² − 3 along the first axis."""
-    centred = x - x.mean(0)
-    return centred.pow(4).mean(0) / centred.square().mean(0).square() - 3
+    """Return m₄/m₂² − 3 along the first axis."""
+    centered = x - x.mean(0)
+    return centered.pow(4).mean(0) / centered.square().mean(0).square() - 3
 
 
 @torch.no_grad()
-def rows_of(site: NormalizedWeight) -> Tensor:
-    """The weight as a matrix with one row for each output unit; a copy."""
-    dim, groups = site.axis
-    return unit_rows(site.weight(), dim, groups).clone()
+def rows_of(weight: NormalizedWeight) -> Tensor:
+    """Return a copy of the weight as a matrix with one row per output unit."""
+    dim, groups = weight.axis
+    return unit_rows(weight.weight(), dim, groups).clone()
 
 
 def _example_rows(gradient: Tensor, dim: int, groups: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The real command line, in real processes."""
+"""Run the real command line in real processes."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from weightnorm.lab.runs.records import load_record
 
 BASE = [sys.executable, "-W", "error::UserWarning:weightnorm", "-m", "weightnorm"]
 OFFLINE = "http://127.0.0.1:9"
-"""A proxy that refuses every connection."""
+"""A proxy that refuses every connection, so that tests never download."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -27,7 +27,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def weightnorm(*words: object, prefix: tuple[str, ...] = (), **env: str):
-    """Run a command to its end: (exit code, standard output, standard error)."""
+    """Run a command to its end. Returns exit code, standard output, standard error."""
     done = subprocess.run(
         [*prefix, *BASE, *map(str, words)],
         capture_output=True,
@@ -40,7 +40,7 @@ def weightnorm(*words: object, prefix: tuple[str, ...] = (), **env: str):
 
 
 def started(*words: object, **env: str) -> subprocess.Popen:
-    """Start a command and return at once."""
+    """Start a command without waiting for it."""
     return subprocess.Popen(
         [*BASE, *map(str, words)],
         stdout=subprocess.PIPE,
@@ -51,23 +51,23 @@ def started(*words: object, **env: str) -> subprocess.Popen:
 
 
 def wait_for(condition, seconds: float = 120):
-    """Wait until a condition holds; its value."""
+    """Wait until a condition holds; returns its value."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if value := condition():
             return value
         time.sleep(0.01)
-    raise AssertionError("waited in vain")
+    raise AssertionError(f"the condition did not hold within {seconds} s")
 
 
 def run_folder(runs: Path) -> Path:
-    """The one run below a folder."""
+    """Return the folder of the only run below `runs`."""
     (config,) = runs.rglob("config.json")
     return config.parent
 
 
 def spread(ranks: int, *words: object) -> None:
-    """Run a command on several ranks, to its end."""
+    """Run a command on several ranks to its end."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [sys.executable, *launch, "-m", "weightnorm", *map(str, words)],
@@ -81,18 +81,18 @@ def spread(ranks: int, *words: object) -> None:
 
 
 def outcome(runs: Path):
-    """Everything a run leaves that must not depend on how often it was stopped."""
+    """Return what must not depend on how often a run was stopped."""
     folder = run_folder(runs)
     record = load_record(folder)
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    timeless = [{k: v for k, v in row.items() if k != "seconds"} for row in record.metrics]
+    metrics = [{k: v for k, v in row.items() if k != "seconds"} for row in record.metrics]
     result = {k: v for k, v in record.result.items() if k != "seconds"}
-    kept = {path.name: path.read_bytes() for path in folder.glob("*.npz")}
-    return timeless, result, state["states"], state["random"], kept
+    arrays = {path.name: path.read_bytes() for path in folder.glob("*.npz")}
+    return metrics, result, state["states"], state["random"], arrays
 
 
 def same(a, b) -> bool:
-    """Whether two outcomes are equal, bit for bit."""
+    """Whether two outcomes are bit-equal."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):

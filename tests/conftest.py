@@ -1,4 +1,4 @@
-"""Every test starts from the same random state, and can be interrupted."""
+"""Common setup: the same random state for every test, and SIGINT enabled."""
 
 import signal
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("house", deadline=None, max_examples=40, derandomize=True)
-settings.load_profile("house")
+settings.register_profile("fixed", deadline=None, max_examples=40, derandomize=True)
+settings.load_profile("fixed")
 
-# In the background of a shell SIGINT is ignored, and then by all that the tests start, too.
+# A shell ignores SIGINT in background jobs, and child processes inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -26,7 +26,7 @@ class TwoStepRun(Run):
 
     finished = None
 
-    def __init__(self, name, config, presets, console=None):
+    def __init__(self, name, config, presets, console=None, results=()):
         super().__init__(name, replace(config, device="cpu"), presets, console)
         self.device, self.ranks = torch.device(DEVICE), Ranks()
 
@@ -41,7 +41,7 @@ class TwoStepRun(Run):
     def epochs(self, count):
         yield 0
 
-    def _watched(self, steps, *_):
+    def _remaining(self, steps, *_):
         yield from steps[:2]
         raise StepDone
 

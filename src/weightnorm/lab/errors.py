@@ -1,4 +1,4 @@
-"""Errors whose message is written for the user, and the check that raises one for a bad setting."""
+"""Errors whose message is written for the user, and a check for config fields."""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ class RunError(LabError):
     """A run that cannot continue; the message says what to do."""
 
 
+class Diverged(LabError):
+    """A run that ended because a number was not finite; this is recorded as its result."""
+
+
 class CheckpointError(LabError):
-    """No readable checkpoint is left in a run's folder."""
+    """A run's folder has a checkpoint, but none that can be resumed from."""
 
 
 class RecordError(LabError):
@@ -50,13 +54,13 @@ class FileError(LabError):
 
 
 class Interrupted(LabError):
-    """The user asked to stop; everything is saved in the folder that the message names."""
+    """A command stopped by the user; the message is the folder in which everything is saved."""
 
     exit_code = 130
 
 
 def require(holds: bool, field: str, got: Any, expected: str) -> None:
-    """Raise a ConfigError that names the field unless `holds`."""
+    """Raise a ConfigError that names the field and the expected values unless `holds`."""
     if not holds:
         raise ConfigError(f"{field.replace('_', '-')} is {got}; expected {expected}")
 

@@ -19,8 +19,8 @@ CHUNK = 1 << 20
 def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces `path` when the block ends without an error.
 
-    A reader sees the old content or the new, never a mixture. The data is synced to disk before the file is renamed. After an error the temporary file is
-    removed and `path` is as before.
+    A reader sees the old content or the new, never a mixture. The data is synced to disk before
+    the file is renamed. After an error the temporary file is removed and `path` is as before.
 
     >>> from tempfile import mkdtemp
     >>> path = Path(mkdtemp()) / "result.txt"

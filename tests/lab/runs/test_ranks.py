@@ -1,4 +1,4 @@
-"""Ranks and machines come and go: the documented commands, in real processes on this one."""
+"""Lost ranks and machines: the documented commands, in real processes on one machine."""
 
 import os
 import re
@@ -22,11 +22,11 @@ from weightnorm.lab.runs.records import load_record
 DOCS = Path(__file__).parents[3] / "docs" / "scaling.md"
 WORDS = ("--parameterization", "weight-norm-mean-only", "--epochs", 4, "--limit", 191)
 WORDS = (*WORDS, "--batch-size", 20, "--init-examples", 51)
-PATIENCE = 60
+WAIT_SECONDS = 60
 
 
 def documented(nodes: int, port: int, *words: object) -> list[str]:
-    """The documented command for so many machines, on this one: two ranks and small sizes."""
+    """Return the documented command for `nodes` machines, with two ranks and small sizes."""
     text = DOCS.read_text().replace("\\\n", " ")
     start = "--standalone" if nodes == 1 else f"--nnodes {nodes}"
     (line,) = re.findall(rf"^\$ torchrun {start} .*$", text, re.MULTILINE)
@@ -58,7 +58,7 @@ class Node:
         return found
 
     def lose(self) -> None:
-        """The machine is gone: torchrun, then its ranks, without a word."""
+        """Kill torchrun and its ranks, as when a machine is lost."""
         ranks = self.ranks()
         self.process.kill()
         for pid in ranks.values():
@@ -72,7 +72,7 @@ class Node:
 
 @pytest.fixture
 def machine():
-    """Starts one; those that are left over are ended."""
+    """Start machines; those still running are killed at the end."""
     started = []
 
     def start(*args: object) -> Node:
@@ -91,9 +91,9 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def test_a_lost_rank_ends_the_run_in_time_and_the_same_command_goes_on(tmp_path, machine):
+def test_lost_rank_ends_the_run_and_the_same_command_resumes_it(tmp_path, machine):
     runs = tmp_path / "many"
-    words = (*WORDS, "--runs", runs, "--wait-seconds", PATIENCE, "--checkpoint-seconds", 0)
+    words = (*WORDS, "--runs", runs, "--wait-seconds", WAIT_SECONDS, "--checkpoint-seconds", 0)
     checkpoint = "checkpoint-previous.pt"
 
     only = machine(1, free_port(), *words)
@@ -102,9 +102,9 @@ def test_a_lost_rank_ends_the_run_in_time_and_the_same_command_goes_on(tmp_path,
     os.kill(only.ranks()[1], signal.SIGKILL)
     code, said = only.end()
     assert code == 1, said
-    assert time.monotonic() - began < PATIENCE
+    assert time.monotonic() - began < WAIT_SECONDS
     assert re.search(r"failed .*: rank 0 of 2 failed waiting for .*another rank died", said)
-    assert "start all ranks again with the same command to go on" in said
+    assert "start all ranks again with the same command to continue" in said
 
     port, before = free_port(), (run_folder(runs) / checkpoint).stat().st_mtime_ns
     first, second = machine(2, port, *words), machine(2, port, *words)
@@ -113,22 +113,22 @@ def test_a_lost_rank_ends_the_run_in_time_and_the_same_command_goes_on(tmp_path,
     second.lose()
     code, said = first.end()
     assert code == 1, said
-    assert time.monotonic() - began < PATIENCE
+    assert time.monotonic() - began < WAIT_SECONDS
     assert "failed waiting for" in said
 
     port = free_port()
     nodes = machine(2, port, *words), machine(2, port, *words)
     assert [node.end()[0] for node in nodes] == [0, 0]
-    together = load_record(run_folder(runs))
-    assert [session["ranks"] for session in together.sessions] == [2, 2, 2]
-    assert [row["epoch"] for row in together.metrics] == [1, 2, 3, 4]
+    spread_record = load_record(run_folder(runs))
+    assert [session["ranks"] for session in spread_record.sessions] == [2, 2, 2]
+    assert [row["epoch"] for row in spread_record.metrics] == [1, 2, 3, 4]
 
     whole = tmp_path / "undisturbed"
     spread(2, "run", "classify", "--preset", "demo", *WORDS, "--runs", whole)
     assert same(outcome(runs), outcome(whole))
 
 
-def test_batch_norm_on_several_cpus_is_refused_by_name(tmp_path, machine):
+def test_batch_norm_on_several_cpus_is_refused(tmp_path, machine):
     words = ("--parameterization", "batch-norm", "--runs", tmp_path)
     code, said = machine(1, free_port(), *words).end()
     assert code != 0
@@ -143,7 +143,7 @@ def test_batch_norm_on_several_cpus_is_refused_by_name(tmp_path, machine):
         ("cuda:1", "cpu:gloo,cuda:nccl", None),
     ],
 )
-def test_each_rank_of_a_machine_has_a_gpu_of_its_own(monkeypatch, device, backend, gpu):
+def test_one_gpu_per_rank(monkeypatch, device, backend, gpu):
     asked = {}
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -156,7 +156,7 @@ def test_each_rank_of_a_machine_has_a_gpu_of_its_own(monkeypatch, device, backen
     assert asked == {"b": backend, "t": timedelta(seconds=9)}
 
 
-LEAVES_NOTHING = """
+LEAVE = """
 import weakref
 import torch
 from weightnorm.lab.runs.ranks import Ranks
@@ -165,15 +165,15 @@ ranks = Ranks.join(torch.device("cpu"), 60)
 group = weakref.ref(torch.distributed.group.WORLD)
 weight = torch.ones(3, requires_grad=True)
 weight.sum().backward()
-torch.optim.Adam([weight]).step()  # which imports what takes the group as its default
+torch.optim.Adam([weight]).step()  # imports torch.distributed.nn
 ranks.leave()
 raise SystemExit(group() is not None)
 """
 
 
-def test_nothing_holds_the_group_once_the_ranks_have_left():
+def test_leave_frees_the_process_group():
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-    command = [*launch, sys.executable, "-c", LEAVES_NOTHING]
+    command = [*launch, sys.executable, "-c", LEAVE]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment(), timeout=120, check=False
     )

@@ -1,6 +1,12 @@
-"""Runs through the real command line: killed, interrupted, damaged, watched, spread over ranks."""
+"""Runs: killed, interrupted, damaged, diverged, on several ranks.
 
+What depends on processes and signals goes through the real command line; the rest calls the
+experiment in this process, which is much faster.
+"""
+
+import io
 import json
+import math
 import os
 import pty
 import random
@@ -10,12 +16,14 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from commands import (
     BASE,
@@ -28,46 +36,139 @@ from commands import (
     wait_for,
     weightnorm,
 )
+from weightnorm import Parameterization
+from weightnorm.lab.cli.main import main
+from weightnorm.lab.errors import (
+    CheckpointError,
+    ConfigError,
+    Diverged,
+    Interrupted,
+    RecordError,
+    RunError,
+)
 from weightnorm.lab.experiments import classify
+from weightnorm.lab.runs.checkpoints import load_checkpoint, save_checkpoint
+from weightnorm.lab.runs.config import folder
 from weightnorm.lab.runs.records import load_record
 from weightnorm.lab.runs.run import Run
 
 TINY = ("run", "classify", "--preset", "demo", "--epochs", 4, "--limit", 300, "--batch-size", 20)
+DEMO = classify.PRESETS["demo"]
 
 
 def tiny(runs, *more):
     return (*TINY, "--runs", runs, *more)
 
 
+def config(runs, **changes):
+    """The same run as `tiny`, but shorter."""
+    return replace(DEMO, runs=runs, **{"epochs": 2, "limit": 100, "batch_size": 20, **changes})
+
+
+def run(runs, **changes):
+    """Run in this process; returns the record and what was printed."""
+    console = Console(file=io.StringIO(), width=200)
+    return classify.run(config(runs, **changes), console), console.file.getvalue()
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """The same run, never disturbed."""
-    runs = tmp_path_factory.mktemp("reference")
+def command_reference(tmp_path_factory):
+    """An undisturbed run of the command line."""
+    runs = tmp_path_factory.mktemp("command")
     code, out, err = weightnorm(*tiny(runs))
     assert code == 0, err
     assert "test error" in out
     return runs
 
 
-def test_a_run_leaves_its_record(reference):
-    folder = run_folder(reference)
-    assert folder.relative_to(reference).parts[0] == "classify"
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """An undisturbed run in this process."""
+    runs = tmp_path_factory.mktemp("reference")
+    run(runs)
+    return runs
+
+
+# — the record —
+
+
+def test_record_of_a_run(command_reference):
+    folder = run_folder(command_reference)
+    assert folder.relative_to(command_reference).parts[0] == "classify"
     record = load_record(folder)
     assert [row["epoch"] for row in record.metrics] == [1, 2, 3, 4]
     assert record.config["limit"] == 300
     assert record.result["test_error"] == record.metrics[-1]["test_error"]
+    assert set(record.result) == {*classify.RESULTS, "seconds"}
     (session,) = record.sessions
     assert {"commit", "torch", "python", "device", "threads", "machine"} <= set(session)
     assert all(row["seconds"] > 0 for row in record.metrics)
     assert list((folder / "events").glob("events.out.tfevents.*"))
 
 
-@pytest.mark.parametrize("seconds", [0, 60], ids=["checkpoint-each-step", "each-epoch"])
-def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, reference, seconds):
+def test_finished_run_is_not_repeated_and_keeps_one_checkpoint(reference):
+    folder = run_folder(reference)
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.name != "lock"}
+    record, _ = run(reference)
+    assert 0 <= record.result["test_error"] <= 1
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.name != "lock"} == before
+    assert [p.name for p in folder.glob("*.pt")] == ["checkpoint.pt"]
+
+
+def test_run_does_not_read_its_metrics(tmp_path, reference, monkeypatch):
+    """Damaged in the middle of a run, metrics.jsonl changes neither result nor checkpoint."""
+    log = Run.log
+
+    def damage(self, **metrics):
+        log(self, **metrics)
+        (self.folder / "metrics.jsonl").write_text('{"train_error": 99}\n')
+
+    monkeypatch.setattr(Run, "log", damage)
+    record, _ = run(tmp_path)
+    expected = load_record(run_folder(reference))
+    for name in classify.RESULTS:
+        assert record.result[name] == expected.result[name]
+
+
+def test_tensor_metrics_are_recorded_as_numbers(tmp_path):
+    with Run("classify", config(tmp_path), classify.PRESETS) as this:
+        this.restore()
+        for _ in this.epochs(1):
+            this.log(a=torch.tensor(0.5), b=np.float32(0.25), c=torch.ones(1, 1), d=3)
+        record = this.finish({"a": torch.tensor(2.0), "b": np.int64(3)})
+    (row,) = record.metrics
+    assert [row[name] for name in "abcd"] == [0.5, 0.25, 1.0, 3]
+    assert (record.result["a"], record.result["b"]) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), "0.5x", None, [1.0]], ids=str)
+def test_metric_that_is_not_a_number_is_an_error(tmp_path, value):
+    with Run("classify", config(tmp_path), classify.PRESETS) as this:
+        this.restore()
+        for _ in this.epochs(1):
+            with pytest.raises(TypeError, match="metric loss must be a number, got"):
+                this.log(loss=value)
+        with pytest.raises(TypeError, match="metric loss must be a number, got"):
+            this.finish({"loss": value})
+    assert not (this.folder / "result.json").exists()
+
+
+def test_save_arrays(tmp_path):
+    with Run("classify", config(tmp_path), classify.PRESETS) as this:
+        this.save_arrays("samples", images=torch.arange(6).view(2, 3))
+    with np.load(this.folder / "samples.npz") as arrays:
+        assert arrays["images"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+# — killed and interrupted —
+
+
+@pytest.mark.parametrize(("seconds", "kills"), [(0, 3), (60, 2)], ids=["each-step", "each-epoch"])
+def test_killed_run_resumes_bit_exactly(tmp_path, command_reference, seconds, kills):
     chance = random.Random(seconds)
     command = tiny(tmp_path, "--checkpoint-seconds", seconds)
-    kills = 0
-    while kills < 4:
+    killed = 0
+    for _ in range(kills):
         process = started(*command)
         try:
             wait_for(lambda p=process: p.poll() is not None or [*tmp_path.rglob("sessions.jsonl")])
@@ -75,15 +176,13 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path, reference
             process.kill()
         finally:
             process.communicate()
-        if process.returncode == 0:  # it was quicker
-            break
-        kills += 1
-    assert kills
+        killed += process.returncode != 0
+    assert killed
     assert weightnorm(*command)[0] == 0
-    assert same(outcome(tmp_path), outcome(reference))
+    assert same(outcome(tmp_path), outcome(command_reference))
 
 
-def test_interrupted_it_saves_and_prints_the_command_that_goes_on(tmp_path, reference):
+def test_interrupted_run_saves_and_prints_the_command(tmp_path, command_reference):
     process = started(*tiny(tmp_path))
     wait_for(lambda: list(tmp_path.rglob("checkpoint.pt")))
     process.send_signal(signal.SIGINT)
@@ -92,104 +191,154 @@ def test_interrupted_it_saves_and_prints_the_command_that_goes_on(tmp_path, refe
     assert "everything is saved" in err
     words = shlex.split(re.search(r"to resume:\s+weightnorm (.*)", err).group(1))
     assert weightnorm(*words)[0] == 0
-    assert same(outcome(tmp_path), outcome(reference))
-
-
-def test_a_finished_run_is_not_run_again(reference):
-    folder = run_folder(reference)
-    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.name != "lock"}
-    code, out, _ = weightnorm(*tiny(reference))
-    assert code == 0
-    assert "test error" in out
-    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.name != "lock"} == before
+    assert same(outcome(tmp_path), outcome(command_reference))
 
 
 @pytest.fixture
 def stopped(tmp_path):
-    """A run interrupted after its first epoch, with two generations of checkpoints."""
-    process = started(*tiny(tmp_path, "--checkpoint-seconds", 0))
-    wait_for(lambda: list(tmp_path.rglob("checkpoint-previous.pt")))
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
-    return tmp_path
+    """A run interrupted in its second epoch, with two generations of checkpoints."""
+    runs = tmp_path / "runs"
+
+    def interrupt():
+        wait_for(lambda: [p for p in runs.rglob("metrics.jsonl") if p.stat().st_size])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(Interrupted):
+        run(runs, checkpoint_seconds=0, epochs=50)
+    thread.join()
+    place = run_folder(runs)
+    epoch = load_checkpoint(place / "checkpoint.pt")["epoch"]
+    assert epoch < 50
+    assert (place / "checkpoint-previous.pt").exists()
+    return runs
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(stopped, reference):
-    newest = run_folder(stopped) / "checkpoint.pt"
-    newest.write_bytes(newest.read_bytes()[:1000])
-    with (run_folder(stopped) / "metrics.jsonl").open("a") as file:
-        file.write('{"epoch": 9, "tr')
-    assert weightnorm(*tiny(stopped))[0] == 0
-    assert same(outcome(stopped), outcome(reference))
+@pytest.fixture(scope="module")
+def long_reference(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("long")
+    run(runs, epochs=50)
+    return runs
 
 
-def test_without_a_readable_checkpoint_it_says_so(stopped):
+# — damaged folders —
+
+
+def damaged(content):
+    half = bytearray(content)
+    half[len(half) // 2] ^= 1
+    return {"empty": b"", "cut": content[: len(content) // 2], "flipped": bytes(half)}
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "flipped"])
+def test_damaged_folder_resumes_from_what_is_intact(stopped, long_reference, how):
+    """A damaged checkpoint, metrics, sessions and config, and files of a killed writer."""
+    place = run_folder(stopped)
+    for name in ("checkpoint.pt", "metrics.jsonl", "sessions.jsonl", "config.json"):
+        path = place / name
+        path.write_bytes(damaged(path.read_bytes())[how])
+    if how == "flipped":  # in an intact JSON file it may be another setting, which is refused
+        (place / "config.json").unlink()
+    (place / ".checkpoint.pt.0123.tmp").write_bytes(b"half")
+    run(stopped, epochs=50)
+    assert same(outcome(stopped), outcome(long_reference))
+    assert not list(place.glob(".*"))
+    assert not (place / "checkpoint-previous.pt").exists()
+
+
+def test_damaged_checkpoints_are_refused(stopped):
     for path in run_folder(stopped).glob("checkpoint*.pt"):
         path.write_bytes(b"not a checkpoint")
-    code, _, err = weightnorm(*tiny(stopped))
-    assert code == 1
-    assert "the checkpoint is damaged; delete the run's folder to start over" in err
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact .* delete the fol"):
+        run(stopped, epochs=50)
 
 
-def test_a_checkpoint_cannot_run_code(stopped, tmp_path):
-    import pickle
-
-    witness = tmp_path / "witness"
-
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(witness),)
-
-    for path in run_folder(stopped).glob("checkpoint*.pt"):
-        path.write_bytes(pickle.dumps(Evil()))
-    assert weightnorm(*tiny(stopped))[0] == 1
-    assert not witness.exists()
+def test_checkpoint_of_another_version_is_refused(stopped):
+    path = run_folder(stopped) / "checkpoint.pt"
+    state = load_checkpoint(path)
+    del state["states"]["optimizer"]
+    save_checkpoint(path, state)
+    with pytest.raises(CheckpointError, match=r"was written by another version .*'optimizer'"):
+        run(stopped, epochs=50)
 
 
-def test_a_full_disk_loses_nothing(stopped, reference):
-    folder = run_folder(stopped)
-    before = (folder / "checkpoint.pt").read_bytes()
+def test_checkpoint_of_other_settings_is_refused(stopped):
+    place = run_folder(stopped)
+    (place / "config.json").unlink()
+    state = load_checkpoint(place / "checkpoint.pt")
+    state["config"]["noise"] = 0.5
+    save_checkpoint(place / "checkpoint.pt", state)
+    with pytest.raises(ConfigError, match=r"holds a run with other settings \(noise\)"):
+        run(stopped, epochs=50)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("result.json", b"{", r"result.json is damaged: .*; delete .* to run it again"),
+        ("result.json", b"[]", r"result.json is not a run's result; delete"),
+        ("config.json", b"", r"config.json is damaged: .*; delete .* to run it again"),
+        ("config.json", None, r"config.json is missing; delete .* to run it again"),
+    ],
+)
+def test_damaged_record_of_a_finished_run_is_refused(tmp_path, reference, name, content, message):
+    shutil.copytree(reference, tmp_path, dirs_exist_ok=True)
+    path = run_folder(tmp_path) / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(RunError, match=message) as caught:
+        run(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_of_other_settings_is_refused(tmp_path, reference):
+    shutil.copytree(reference, tmp_path, dirs_exist_ok=True)
+    path = run_folder(tmp_path) / "config.json"
+    head = json.loads(path.read_text())
+    head["config"]["noise"] = 0.5
+    path.write_text(json.dumps(head))
+    with pytest.raises(ConfigError, match=r"holds a run with other settings \(noise\)"):
+        run(tmp_path)
+
+
+def test_directory_in_place_of_a_file_is_refused(tmp_path):
+    place = folder("classify", config(tmp_path), classify.PRESETS)
+    (place / "sessions.jsonl").mkdir(parents=True)
+    with pytest.raises(RecordError, match=r"sessions.jsonl cannot be read: Is a directory"):
+        run(tmp_path)
+
+
+def test_full_disk_loses_nothing(stopped, long_reference):
+    place = run_folder(stopped)
+    before = (place / "checkpoint.pt").read_bytes()
     limit = ("bash", "-c", 'ulimit -f 8; exec "$@"', "limited")  # 8 KiB a file
-    code, _, err = weightnorm(*tiny(stopped, "--checkpoint-seconds", 0), prefix=limit)
+    words = ("run", "classify", "--preset", "demo", "--epochs", 50, "--limit", 100)
+    words = (*words, "--batch-size", 20, "--runs", stopped, "--checkpoint-seconds", 0)
+    code, _, err = weightnorm(*words, prefix=limit)
     assert code == 1
     assert "Nothing already written is lost" in err
     assert "Traceback" not in err
-    assert (folder / "checkpoint.pt").read_bytes() == before
-    assert not list(folder.glob(".*"))
-    assert weightnorm(*tiny(stopped))[0] == 0
-    assert same(outcome(stopped), outcome(reference))
+    assert (place / "checkpoint.pt").read_bytes() == before
+    assert not list(place.glob(".*"))
+    run(stopped, epochs=50)
+    assert same(outcome(stopped), outcome(long_reference))
 
 
-def test_an_unwritable_folder_is_refused(tmp_path):
+def test_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    code, _, err = weightnorm(*tiny(tmp_path / "file"))
-    assert code == 1
-    assert "cannot write to" in err
+    with pytest.raises(RunError, match=r"cannot write to .*Not a directory"):
+        run(tmp_path / "file")
 
 
-def test_two_processes_do_not_share_a_folder(tmp_path):
-    first = started(*tiny(tmp_path, "--epochs", 500))
-    wait_for(lambda: list(tmp_path.rglob("sessions.jsonl")))
-    code, _, err = weightnorm(*tiny(tmp_path, "--epochs", 500))
-    first.kill()
-    first.communicate()
-    assert code == 1
-    assert "another process is running in" in err
+def test_folder_is_locked(tmp_path):
+    with (
+        Run("classify", config(tmp_path), classify.PRESETS),
+        pytest.raises(RunError, match="another process is running in"),
+    ):
+        run(tmp_path)
 
 
-def test_a_folder_of_other_settings_is_refused(tmp_path, reference):
-    shutil.copytree(reference, tmp_path, dirs_exist_ok=True)
-    config = run_folder(tmp_path) / "config.json"
-    head = json.loads(config.read_text())
-    head["config"]["noise"] = 0.5
-    config.write_text(json.dumps(head))
-    code, _, err = weightnorm(*tiny(tmp_path))
-    assert code == 2
-    assert "holds a run with other settings (noise)" in err
-
-
-def test_without_data_it_names_the_files(tmp_path):
+def test_missing_data_names_the_files(tmp_path):
     code, _, err = weightnorm(
         "run", "classify", "--data-dir", tmp_path / "nothing", "--runs", tmp_path / "runs"
     )
@@ -200,14 +349,79 @@ def test_without_data_it_names_the_files(tmp_path):
     assert "Traceback" not in err
 
 
-def test_a_pipe_gets_plain_lines(reference, tmp_path):
+# — divergence —
+
+
+def test_diverged_run_is_recorded_and_reported_every_time(tmp_path, capsys):
+    words = [
+        "run",
+        "classify",
+        "--preset",
+        "demo",
+        "--epochs",
+        "2",
+        "--limit",
+        "100",
+        "--batch-size",
+        "20",
+    ]
+    words += ["--parameterization", "standard", "--checkpoint-seconds", "0"]
+    words += ["--learning-rate", "1e30", "--runs", str(tmp_path)]
+    assert main(words) == 1
+    err = capsys.readouterr().err
+    assert re.search(r"failed: diverged at epoch 1, step \d+: .*loss nan", err)
+    assert re.search(r"largest norm of a unit: .*\d\.weight", err)
+    place = run_folder(tmp_path)
+    record = load_record(place)
+    assert record.finished
+    assert record.diverged["epoch"] == 1
+    assert {name: record.result[name] for name in classify.RESULTS} == dict.fromkeys(
+        classify.RESULTS
+    )
+    state, before = (
+        torch.load(place / name, weights_only=True) for name in ("diverged.pt", "checkpoint.pt")
+    )
+    assert state["step"] == before["step"] + 1 == record.diverged["step"]
+    assert not state["totals"]["loss"].isfinite()
+    assert before["totals"]["loss"].isfinite()
+
+    files = {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.name != "lock"}
+    for _ in range(2):
+        assert main(words) == 1
+        again = capsys.readouterr().err
+        assert re.search(r"failed: diverged at epoch 1, step \d+: .*loss nan", again)
+        assert f"Delete {place} to run it again" in again
+    assert {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.name != "lock"} == files
+
+
+def test_non_finite_result_is_divergence(tmp_path):
+    def finish():
+        with Run("classify", config(tmp_path), classify.PRESETS) as this:
+            if this.finished is None:
+                this.restore()
+                for _ in this.epochs(1):
+                    this.log(test_loss=float("inf"), test_error=0.5)
+                this.finish({"test_loss": this.last["test_loss"], "test_error": 0.5})
+
+    for _ in range(2):
+        with pytest.raises(Diverged, match="the result is not finite after epoch 1: test_loss inf"):
+            finish()
+    record = load_record(run_folder(tmp_path))
+    assert (record.result["test_loss"], record.result["test_error"]) == (None, 0.5)
+    assert record.diverged["epoch"] == 1
+
+
+# — progress —
+
+
+def test_plain_lines_in_a_pipe(command_reference, tmp_path):
     code, out, err = weightnorm(*tiny(tmp_path, "--epochs", 1))
     assert code == 0
     assert re.search(r"epoch 1/1  train loss [\d.]+  train error", err)
     assert "\x1b" not in out + err
 
 
-def test_a_terminal_gets_bars(tmp_path):
+def test_bars_in_a_terminal(tmp_path):
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [*BASE, *map(str, tiny(tmp_path, "--epochs", 2))],
@@ -232,108 +446,84 @@ def test_a_terminal_gets_bars(tmp_path):
     assert "left" in text
 
 
+def test_steps_are_saved_as_often_as_asked(tmp_path, monkeypatch):
+    with Run("classify", config(tmp_path), classify.PRESETS) as this:
+        this.restore()
+        saved, save = [], this.save
+        monkeypatch.setattr(
+            this, "save", lambda *path: (saved.append((this.epoch, this.step)), save())
+        )
+        for _ in this.epochs(2):
+            assert list(this.steps(5, save_every=2)) == [0, 1, 2, 3, 4]
+            this.log()
+    assert saved == [(0, 2), (0, 4), (1, 0), (1, 2), (1, 4), (2, 0)]
+    with Run("classify", config(tmp_path), classify.PRESETS) as this:
+        this.restore()
+        this.epoch, this.step = 1, 3
+        assert [list(this.steps(5)) for _ in this.epochs(2)] == [[3, 4]]
+
+
+# — precision and ranks —
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_learns(tmp_path, precision):
-    code, _, err = weightnorm(*tiny(tmp_path, "--precision", precision))
-    assert code == 0, err
-    loss = load_record(run_folder(tmp_path)).column("train_loss")
+    record, _ = run(tmp_path, precision=precision, limit=300, epochs=4)
+    loss = record.column("train_loss")
     assert loss[-1] < loss[0]
 
 
-def test_two_ranks_are_one_process_with_the_same_batch(tmp_path):
+def test_two_ranks_match_one_process(tmp_path):
     quiet = ("--parameterization", "weight-norm-mean-only", "--noise", 0, "--dropout", 0)
     quiet = (*quiet, "--epochs", 1, "--limit", 111, "--init-examples", 51)
     spread(2, *tiny(tmp_path / "two", *quiet))
-    together = load_record(run_folder(tmp_path / "two"))
+    two = load_record(run_folder(tmp_path / "two"))
     assert weightnorm(*tiny(tmp_path / "one", *quiet))[0] == 0
-    alone = load_record(run_folder(tmp_path / "one"))
-    assert together.environment["ranks"] == 2
+    one = load_record(run_folder(tmp_path / "one"))
+    assert two.environment["ranks"] == 2
     for name in ("train_loss", "test_loss", "v_norm", "effective_step"):
-        assert together.column(name) == pytest.approx(alone.column(name), rel=1e-4)
+        assert two.column(name) == pytest.approx(one.column(name), rel=1e-4)
     weights = [
-        torch.load(run_folder(tmp_path / name) / "checkpoint.pt", weights_only=True)["states"][
-            "model"
-        ]
+        load_checkpoint(run_folder(tmp_path / name) / "checkpoint.pt")["states"]["model"]
         for name in ("one", "two")
     ]
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], atol=1e-3, rtol=1e-3)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_good(tmp_path):
-    words = tiny(tmp_path, "--parameterization", "standard", "--checkpoint-seconds", 0)
-    code, _, err = weightnorm(*words, "--learning-rate", 1e30)
-    assert code == 1
-    assert re.search(r"not finite at epoch 1, step \d+: .*loss nan", err)
-    assert re.search(r"longest weights.*\d\.weight", err)
-    folder = run_folder(tmp_path)
-    failed, before = (
-        torch.load(folder / name, weights_only=True) for name in ("failed.pt", "checkpoint.pt")
-    )
-    assert failed["step"] == before["step"] + 1
-    assert not failed["totals"]["loss"].isfinite()
-    assert before["totals"]["loss"].isfinite()
-    assert not (folder / "result.json").exists()
+# — configs —
 
 
-def test_arrays_are_kept_beside_the_record(tmp_path):
-    config = replace(classify.PRESETS["demo"], runs=tmp_path)
-    with Run("classify", config, classify.PRESETS) as run:
-        run.keep("samples", images=torch.arange(6).view(2, 3))
-    with np.load(run.folder / "samples.npz") as arrays:
-        assert arrays["images"].tolist() == [[0, 1, 2], [3, 4, 5]]
+OUT_OF_RANGE = [
+    *((name, x) for name in ("seed", "width", "epochs", "wait_seconds") for x in (1e300, 10**30)),
+    *((name, x) for name in ("seed", "width", "noise") for x in (-1.0, math.nan, math.inf)),
+]
 
 
-def test_steps_without_examples_are_saved_as_often_as_asked(tmp_path, monkeypatch):
-    config = replace(classify.PRESETS["demo"], runs=tmp_path)
-    with Run("classify", config, classify.PRESETS) as run:
-        run.restore()
-        saved, save = [], run.save
-        monkeypatch.setattr(
-            run, "save", lambda *path: (saved.append((run.epoch, run.step)), save())
-        )
-        for _ in run.epochs(2):
-            assert list(run.steps(5, save_every=2)) == [0, 1, 2, 3, 4]
-            run.log()
-    assert saved == [(0, 2), (0, 4), (1, 0), (1, 2), (1, 4), (2, 0)]
-    with Run("classify", config, classify.PRESETS) as run:
-        run.restore()
-        run.epoch, run.step = 1, 3
-        assert [list(run.steps(5)) for _ in run.epochs(2)] == [[3, 4]]
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_values_out_of_range_are_refused(tmp_path, name, value):
+    flag = name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"^{flag} is .*; expected"):
+        config(tmp_path, **{name: value})
 
 
-def test_every_flag_is_explained_and_a_misspelt_one_is_refused():
-    code, out, _ = weightnorm("run", "classify", "--help")
-    assert code == 0
-    for flag in ("--parameterization", "--learning-rate", "--epochs", "--device", "--compile"):
-        assert flag in out
-    code, _, err = weightnorm("run", "classify", "--lerning-rate", "1")
-    assert code == 2
-    assert "--learning-rate" in err
+def test_largest_seed_runs(tmp_path):
+    record, _ = run(tmp_path, seed=2**63 - 1, epochs=1)
+    assert record.finished
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["rnu"], "did you mean 'run'?"),
-        (["run"], "which experiment?"),
-        (["run", "clasify"], "did you mean 'classify'?"),
-        (["run", "classify", "--preset", "demmo"], "did you mean --preset demo?"),
-        (["run", "classify", "--epochs", "0"], "epochs is 0; expected 1 or more"),
-        (["run", "classify", "--learning-rate", "inf"], "learning-rate is inf; expected"),
-        (["sweep", "classify", "--seed", "2"], "a grid takes --seeds"),
-        (["data", "--download", "cifar"], "did you mean 'cifar10'?"),
-    ],
-)
-def test_usage_errors_exit_with_2_and_name_the_nearest(words, says):
-    code, _, err = weightnorm(*words)
-    assert code == 2
-    assert says in err
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "nonsense", "meta", "mps:0", "cpu:x", ""])
+def test_missing_device_is_refused(tmp_path, device):
+    if device.startswith(("cuda", "mps")) and torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    with pytest.raises(ConfigError, match=rf"device is {device}; expected a device of this mac"):
+        run(tmp_path, device=device)
+    assert not list(tmp_path.iterdir())
 
 
-def test_overview_and_list():
-    assert "weightnorm demo" in weightnorm()[1]
-    code, out, _ = weightnorm("list")
-    assert code == 0
-    assert "classify" in out
-    assert "paper" in out
+def test_last_batch_of_one_with_batch_norm_is_refused(tmp_path):
+    how = Parameterization.BATCH_NORM
+    with pytest.raises(ConfigError, match=r"batch-size is 20; .* 1 of 101 examples"):
+        run(tmp_path, parameterization=how, limit=101)
+    record, _ = run(tmp_path, parameterization=how, limit=102, epochs=1)
+    assert record.finished

@@ -13,9 +13,10 @@ from rich.table import Table
 
 from weightnorm.lab.cli.arguments import parse
 from weightnorm.lab.errors import UsageError, nearest, require
+from weightnorm.lab.files import write_atomically
 from weightnorm.lab.malloc import keep_freed_memory
 from weightnorm.lab.runs.environment import pick_device
-from weightnorm.lab.runs.records import Row, write_atomically
+from weightnorm.lab.runs.records import Row
 
 if TYPE_CHECKING:
     from weightnorm.lab.benchmarks.benchmark import Setting

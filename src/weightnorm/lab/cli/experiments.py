@@ -13,7 +13,7 @@ from weightnorm.lab.cli.console import OUT, print_line
 from weightnorm.lab.cli.verbs import VERBS
 from weightnorm.lab.errors import UsageError, nearest
 from weightnorm.lab.experiments import classify, dqn, draw, vae
-from weightnorm.lab.runs.config import RunConfig, preset_of
+from weightnorm.lab.runs.config import RunConfig, find_preset
 
 EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (classify, vae, draw, dqn)}
 
@@ -59,7 +59,7 @@ def parse_config(module: ModuleType, words: list[str], verb: str) -> Any:
     name = given.get("--preset", "cpu")
     if name not in module.PRESETS:
         name = "cpu"  # parse() below raises the error
-    preset = preset_of(module.PRESETS, name, given.get("--data", ""))
+    preset = find_preset(module.PRESETS, name, given.get("--data", ""))
     config: RunConfig = parse(type(preset), words, verb, default=preset)
     if "--learning-rate" not in split_flags(words):
         rate = module.LEARNING_RATES[config.preset][config.parameterization]

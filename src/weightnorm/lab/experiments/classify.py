@@ -33,6 +33,8 @@ TITLE = "CIFAR-10 classification with five parameterizations (section 5.1)"
 METRIC = "train_error"
 """Selects the best learning rate of a sweep, lower is better. Test errors are not used for that."""
 TRAIN_EXAMPLES = {"cifar10": 50_000, "digits": digits.TRAIN}
+RESULTS = ("train_error", "test_error", "test_loss")
+"""Metrics of every result: those that `sweep --metric` accepts."""
 EVAL_BATCH = 500
 
 
@@ -101,7 +103,7 @@ LEARNING_RATES = {"paper": PAPERS_CHOICE, "cpu": PAPERS_CHOICE, "demo": SAME_RAT
 def run(config: Config, console: Console | None = None, data: Labelled | None = None) -> RunRecord:
     """Train and evaluate one network, and return its record. `data` replaces the config's data
     set, for benchmarks on synthetic images."""
-    with Run(NAME, config, PRESETS, console) as run:
+    with Run(NAME, config, PRESETS, console, RESULTS) as run:
         if (record := run.finished) is not None:
             return record
         how, supported = config.parameterization, run.ranks.world == 1 or run.device.type == "cuda"
@@ -155,8 +157,7 @@ def run(config: Config, console: Console | None = None, data: Labelled | None = 
                 learning_rate=optimizer.param_groups[0]["lr"],
                 **mean_norms(model),
             )
-        last = run.last
-        return run.finish({k: last[k] for k in ("train_error", "test_error", "test_loss")})
+        return run.finish({name: run.last[name] for name in RESULTS})
 
 
 def load(config: Config) -> Labelled:

@@ -28,7 +28,7 @@ from weightnorm.lab.rl.atari import Atari, Game, rom_paths
 from weightnorm.lab.rl.episodes import Evaluator, InitialBaseline, Player, epsilon_greedy
 from weightnorm.lab.rl.replay_buffer import Batch, ReplayBuffer
 from weightnorm.lab.runs.config import RunConfig
-from weightnorm.lab.runs.records import RunRecord, load_record
+from weightnorm.lab.runs.records import RunRecord
 from weightnorm.lab.runs.run import Run
 from weightnorm.lab.runs.validation import COUNT, POSITIVE, PROBABILITY, SEVERAL, Limits
 
@@ -45,6 +45,8 @@ COMPARED = (
     Parameterization.WEIGHT_NORM,
     Parameterization.BATCH_NORM,
 )
+RESULTS = ("best_score", "score", "mean_q", "random_score")
+"""Metrics of every result: those that `sweep --metric` accepts."""
 RECORDED_STEPS = 150
 """Steps of the last agent's play that are stored as pictures."""
 
@@ -88,7 +90,7 @@ class Config(RunConfig):
     value_std: float = 1.0
     """Standard deviation of the initial action values over those states."""
 
-    PLACE: ClassVar[tuple[str, ...]] = ("game", "parameterization")
+    FOLDER_FIELDS: ClassVar[tuple[str, ...]] = ("game", "parameterization")
     LIMITS: ClassVar[dict[str, Limits]] = {
         **RunConfig.LIMITS,
         **dict.fromkeys(("epochs", "train_steps", "test_steps", "replay_start"), COUNT),
@@ -161,7 +163,7 @@ def run(
     config: Config, console: Console | None = None, game: Callable[[str], Game] = Atari
 ) -> RunRecord:
     """Train and evaluate one agent, and return its record."""
-    with Run(NAME, config, PRESETS, console) as run:
+    with Run(NAME, config, PRESETS, console, RESULTS) as run:
         replay_file = run.folder / "replay.bin"
         if (record := run.finished) is not None:
             replay_file.unlink(missing_ok=True)  # the run was killed just before it deleted it
@@ -199,8 +201,8 @@ def run(
             )
             player.reset_score()
 
-        run.keep("game", frames=record_episode(agent.actor, evaluator, config.test_epsilon))
-        best = max(row["score"] for row in load_record(run.folder).metrics)
+        run.save_arrays("game", frames=record_episode(agent.actor, evaluator, config.test_epsilon))
+        best = max(row["score"] for row in run.metrics)
         last = {name: run.last[name] for name in ("score", "mean_q")}
         record = run.finish({"best_score": best, **last, "random_score": baseline.score})
         replay.discard()

@@ -35,6 +35,8 @@ TITLE = "DRAW on binarized MNIST, standard and weight norm (section 5.3)"
 METRIC = "train_negative_elbo"
 """Selects the best learning rate of a sweep, lower is better. Test bounds are not used for that."""
 COMPARED = (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
+RESULTS = ("train_negative_elbo", "test_negative_elbo", "test_kl")
+"""Metrics of every result: those that `sweep --metric` accepts."""
 EVAL_BATCH = 500
 SAMPLES, DRAWINGS = 100, 8
 """Generated images that are stored for the report; how many of them with every step."""
@@ -117,7 +119,7 @@ LEARNING_RATES = {
 
 def run(config: Config, console: Console | None = None) -> RunRecord:
     """Train and evaluate one model, and return its record."""
-    with Run(NAME, config, PRESETS, console) as run:
+    with Run(NAME, config, PRESETS, console, RESULTS) as run:
         if (record := run.finished) is not None:
             return record
         train, test = (images.to(run.device) for images in load(config))
@@ -167,10 +169,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
             )
             if epoch + 1 in (config.epochs // 2, config.epochs):
                 store_samples(model, config, run)
-        last = run.last
-        return run.finish(
-            {k: last[k] for k in ("train_negative_elbo", "test_negative_elbo", "test_kl")}
-        )
+        return run.finish({name: run.last[name] for name in RESULTS})
 
 
 def load(config: Config) -> tuple[Tensor, Tensor]:
@@ -235,7 +234,7 @@ def store_samples(model: DRAW, config: Config, run: Run) -> None:
     with folded(model):
         generated = model.generate(z)
     pixels = (255 * generated.canvases).round().to(torch.uint8)
-    run.keep(
+    run.save_arrays(
         f"epoch-{run.epoch + 1}",
         samples=pixels[-1],
         drawings=pixels[:, :DRAWINGS],

@@ -38,6 +38,14 @@ METRIC = "train_negative_elbo"
 """Selects the best learning rate of a sweep, lower is better. Test bounds are not used for that."""
 Tensors = tuple[Tensor, ...] | list[Tensor]
 COMPARED = (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
+RESULTS = (
+    "train_negative_elbo",
+    "train_kl",
+    "test_negative_elbo",
+    "importance_negative_log_likelihood",
+    "importance_negative_elbo",
+)
+"""Metrics of every result: those that `sweep --metric` accepts."""
 EVAL_BATCH = 500
 SAMPLES, RECONSTRUCTIONS = 40, 16
 """Images stored for the report."""
@@ -79,7 +87,7 @@ class Config(RunConfig):
     limit: int | None = None
     """Train on only this many examples, from the start of the training set."""
 
-    PLACE: ClassVar[tuple[str, ...]] = ("data", "parameterization")
+    FOLDER_FIELDS: ClassVar[tuple[str, ...]] = ("data", "parameterization")
     LIMITS: ClassVar[dict[str, Limits]] = {
         **RunConfig.LIMITS,
         **dict.fromkeys(("flow_steps", "depth"), Limits(1, 1000)),
@@ -127,7 +135,7 @@ LEARNING_RATES = dict.fromkeys(("paper", "cpu", "demo"), dict.fromkeys(COMPARED,
 
 def run(config: Config, console: Console | None = None) -> RunRecord:
     """Train and evaluate one auto-encoder, and return its record."""
-    with Run(NAME, config, PRESETS, console) as run:
+    with Run(NAME, config, PRESETS, console, RESULTS) as run:
         if (record := run.finished) is not None:
             return record
         train, test = (x.to(run.device) for x in load(config))
@@ -281,7 +289,7 @@ def store_images(model: VAE, images: Tensor, config: Config, run: Run) -> None:
             "originals": originals / 255 if config.data == "cifar10" else originals,
             "reconstructions": model.reconstruct(originals),
         }
-    run.keep("pictures", **{name: _to_uint8(x) for name, x in stored.items()})
+    run.save_arrays("pictures", **{name: _to_uint8(x) for name, x in stored.items()})
 
 
 def _to_uint8(images: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from weightnorm.lab.runs.records import RunRecord
+from weightnorm.lab.runs.selection import best_learning_rate
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,12 @@ def series(record: RunRecord, metric: str) -> dict[float, float]:
 
 
 def final(record: RunRecord, metric: str) -> float:
-    """Return the final value of a metric: from the result, else from the last epoch."""
-    if record.result is not None and metric in record.result:
-        return finite_or_nan(record.result[metric])
+    """Return the final value of a metric: from the result, else from the last epoch.
+
+    NaN if the run diverged.
+    """
+    if record.diverged is not None or metric in (record.result or {}):
+        return finite_or_nan((record.result or {}).get(metric))
     return finite_or_nan(record.metrics[-1].get(metric)) if record.metrics else math.nan
 
 
@@ -119,17 +123,15 @@ def epoch_seconds(record: RunRecord) -> float:
 
 
 def best_rate(rates: dict[float, list[RunRecord]], metric: str, highest: bool = False) -> float:
-    """Return the learning rate whose finished runs have the lowest mean at the end, or highest.
+    """Return the best learning rate by the rule of `best_learning_rate`.
 
-    Rates at which a run diverged rank last. If no run has finished, the rate with most epochs is
-    returned.
+    While no run has finished with a number, return the rate with the most epochs.
     """
-
-    def rank(rate: float) -> tuple[bool, float, float, float]:
-        done = [record for record in rates[rate] if record.finished]
-        end = stat(final(record, metric) for record in done or rates[rate])
-        epochs = 0 if done else max(len(record.metrics) for record in rates[rate])
-        mean = -end.mean if highest else end.mean
-        return not done, -epochs, mean if end.complete else math.inf, rate
-
-    return min(rates, key=rank)
+    results = {
+        rate: [record.final(metric) for record in records if record.finished]
+        for rate, records in rates.items()
+    }
+    best = best_learning_rate(results, highest)
+    if best is not None:
+        return best
+    return min(rates, key=lambda rate: (-max(len(x.metrics) for x in rates[rate]), rate))

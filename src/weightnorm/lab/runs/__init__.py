@@ -1,1 +1,1 @@
-"""What every experiment shares: configuration, checkpoints, records, progress, ranks."""
+"""Shared by all experiments: configs, checkpoints, records, progress, ranks."""

@@ -1,4 +1,10 @@
-"""A checkpoint that survives a kill at any moment: two generations, each replaced whole."""
+"""Checkpoints of a run: two generations, each written atomically and with a digest.
+
+Note [digest in the zip comment]
+    torch writes a zip archive but does not check its CRCs when it reads one, so a flipped bit would
+    be loaded as another number. The SHA-256 digest of the file is appended as the archive's
+    comment: `torch.load` still reads the file, and the digest is replaced together with the data.
+"""
 
 from __future__ import annotations
 
@@ -11,53 +17,72 @@ import torch
 from torch import Tensor
 
 from weightnorm.lab.errors import CheckpointError
+from weightnorm.lab.files import atomic_writer, digest
+
+END_OF_DIRECTORY = b"PK\x05\x06"
+"""Signature of the last 22 bytes of a zip archive, which end with the length of its comment."""
+DIGEST_LENGTH = 64
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write the newest generation and keep the one before it."""
-    memory = io.BytesIO()  # torch.save on a full disk raises anything but OSError
+    """Write a new generation and keep the one before it."""
+    memory = io.BytesIO()  # on a full disk, torch.save raises other errors than OSError
     torch.save(state, memory)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(memory.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
+    with atomic_writer(path) as file:
+        file.write(_with_digest(memory.getvalue()))
+        file.flush()
+        os.fsync(file.fileno())
         if path.exists():
             path.replace(previous(path))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
-    """The newest generation that can be read; None if there never was one.
+    """Return the latest generation that is intact; None if there is no checkpoint.
 
-    Runs resume exactly from either, so falling back costs time and nothing else.
+    A run resumes exactly from either generation, so falling back costs time and nothing else.
     """
     failures = []
     for generation in (path, previous(path)):
         if not generation.exists():
             continue
         try:
-            state: dict[str, Any] = torch.load(generation, map_location="cpu", weights_only=True)
+            content = io.BytesIO(_verified(generation))
+            state: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
             return state
         except Exception as error:  # torch raises many kinds for a damaged file
-            failures.append(f"{generation}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            failures.append(f"{generation.name}: {reason}")
     if failures:
         raise CheckpointError(
-            "the checkpoint is damaged; delete the run's folder to start over\n"
-            + "\n".join(failures)
+            f"no checkpoint in {path.parent} is intact ({'; '.join(failures)}); "
+            "delete the folder to start over"
         )
     return None
 
 
+def recover_checkpoint(path: Path) -> None:
+    """Replace a damaged latest generation by the previous one, if that is intact.
+
+    The next save must not move a damaged file over the intact generation.
+    """
+    if path.exists() and previous(path).exists():
+        try:
+            _verified(path)
+        except (OSError, ValueError):
+            try:
+                _verified(previous(path))
+            except (OSError, ValueError):
+                return  # load_checkpoint reports both
+            previous(path).replace(path)
+
+
 def previous(path: Path) -> Path:
+    """Return the path of the previous generation."""
     return path.with_name(f"{path.stem}-previous{path.suffix}")
 
 
 def random_state() -> dict[str, Tensor | list[Tensor]]:
-    """What torch draws its next random numbers from, on every device."""
+    """Return the state of torch's random number generators, on every device."""
     state: dict[str, Tensor | list[Tensor]] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -65,7 +90,24 @@ def random_state() -> dict[str, Tensor | list[Tensor]]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go back to it."""
+    """Restore what `random_state` returned."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _with_digest(archive: bytes) -> bytes:
+    """Append the digest as the zip archive's comment; see Note [digest in the zip comment]."""
+    if archive[-22:-18] != END_OF_DIRECTORY or archive[-2:] != b"\0\0":
+        raise ValueError("expected a zip archive without a comment from torch.save")
+    body = archive[:-2] + DIGEST_LENGTH.to_bytes(2, "little")
+    return body + digest(body).encode()
+
+
+def _verified(path: Path) -> bytes:
+    """Read a checkpoint file. Raises ValueError unless its digest is that of its content."""
+    content = path.read_bytes()
+    body, expected = content[:-DIGEST_LENGTH], content[-DIGEST_LENGTH:]
+    if digest(body).encode() != expected:
+        raise ValueError(f"its {len(content):,} bytes do not have the digest they were saved with")
+    return content

@@ -1,4 +1,4 @@
-"""What every experiment's config shares: how it is executed, and the folder it is recorded in."""
+"""Config fields common to all experiments, and the folder a run is recorded in."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from weightnorm import Parameterization
+from weightnorm.lab.runs.records import to_json
 from weightnorm.lab.runs.validation import POSITIVE, Limits, validate
 
 C = TypeVar("C", bound="RunConfig")
@@ -21,35 +22,35 @@ class RunConfig:
     """Fields of every experiment."""
 
     preset: Literal["paper", "cpu", "demo"] = "cpu"
-    """Where the other fields start from: the paper's sizes, real data on a laptop, or a minute."""
+    """Defaults of the other fields: the paper's sizes, real data on a laptop, or one minute."""
     parameterization: Parameterization = Parameterization.WEIGHT_NORM
-    """How the weights are expressed and the pre-activations normalized."""
+    """Parameterization of the weights and normalization of the pre-activations."""
     learning_rate: float = 0.003
-    """Step size at the start; on the command line, by default what the preset has for the
-    parameterization: the paper's choice, except for digits."""
+    """Initial step size. The command line's default is the preset's choice for the
+    parameterization: the paper's, except on the digits."""
     seed: int = 1
-    """Decides the initial weights, the order of the data, and the noise."""
+    """Seed of the initial weights, the order of the data, and the noise."""
 
     runs: Path = Path("runs")
-    """Folder that holds the records of all runs."""
+    """Folder for the records of all runs."""
     data_dir: Path | None = None
-    """Folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache."""
+    """Folder of the data sets. Default: $WEIGHTNORM_DATA, then the user's cache folder."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto for the best there is."""
+    """cpu, cuda, cuda:1, mps, or auto for the fastest one available."""
     compile: bool = False
-    """Run the model through torch.compile."""
+    """Compile the model with torch.compile."""
     checkpoint_seconds: float = 60.0
-    """A checkpoint at least this often; after a kill, at most this much is done again."""
+    """Time between checkpoints: at most this much is repeated after a kill."""
     wait_seconds: float = 300.0
-    """With many ranks: how long to wait for another one before giving it up for lost."""
+    """Time to wait for another rank before the run fails."""
 
-    EXECUTION: ClassVar[frozenset[str]] = frozenset(
+    EXECUTION_FIELDS: ClassVar[frozenset[str]] = frozenset(
         {"runs", "data_dir", "device", "compile", "checkpoint_seconds", "wait_seconds"}
     )
-    """Fields that say how to run, not what: they do not name the folder and may change."""
+    """Fields that do not change what is computed. They may differ when a run is resumed."""
 
-    PLACE: ClassVar[tuple[str, ...]] = ("parameterization",)
-    """Fields that are folders of their own between the preset and the learning rate."""
+    FOLDER_FIELDS: ClassVar[tuple[str, ...]] = ("parameterization",)
+    """Fields with a folder level of their own, between the preset and the learning rate."""
 
     LIMITS: ClassVar[dict[str, Limits]] = {
         "learning_rate": POSITIVE,
@@ -63,39 +64,40 @@ class RunConfig:
         validate(self, self.LIMITS)
 
 
-def what(config: RunConfig) -> dict[str, Any]:
-    """The fields that decide what is computed."""
-    fields = dataclasses.asdict(config)
-    return {name: value for name, value in fields.items() if name not in config.EXECUTION}
+def scientific_fields(config: RunConfig) -> dict[str, Any]:
+    """Return the fields that determine what is computed, as JSON values."""
+    fields = {
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name not in config.EXECUTION_FIELDS
+    }
+    values: dict[str, Any] = json.loads(to_json(fields))
+    return values
 
 
-def recorded(config: RunConfig) -> dict[str, Any]:
-    """The same as a record has it: after JSON."""
-    fields: dict[str, Any] = json.loads(json.dumps(what(config), default=str))
-    return fields
-
-
-def preset_of(presets: Mapping[str, C], name: str, data: str) -> C:
-    """A preset by its name: the one for the data, such as ``cpu cifar10``, if it has its own."""
+def find_preset(presets: Mapping[str, C], name: str, data: str) -> C:
+    """Return the preset for a data set, such as ``cpu cifar10``, or else the one called `name`."""
     return presets.get(f"{name} {data}", presets[name])
 
 
-def start_of(config: C, presets: Mapping[str, C]) -> C:
-    """The preset that a config departs from."""
-    return preset_of(presets, config.preset, getattr(config, "data", ""))
+def preset_of(config: C, presets: Mapping[str, C]) -> C:
+    """Return the preset that a config was derived from."""
+    return find_preset(presets, config.preset, getattr(config, "data", ""))
 
 
 def folder(experiment: str, config: C, presets: Mapping[str, C]) -> Path:
-    """runs/<experiment>/<preset>/<parameterization>/lr-…/seed-…; what departs from the preset is
-    named beside it, as in ``cpu+epochs=3``."""
-    apart = {"learning_rate", "seed", *config.PLACE}
-    theirs = what(start_of(config, presets))
+    """Return ``runs/<experiment>/<preset>/<parameterization>/lr-…/seed-…``.
+
+    Other fields that differ from the preset are appended to its name: ``cpu+epochs=3``.
+    """
+    own_level = {"learning_rate", "seed", *config.FOLDER_FIELDS}
+    defaults = scientific_fields(preset_of(config, presets))
     changed = [
         f"{name.replace('_', '-')}={value}"
-        for name, value in what(config).items()
-        if value != theirs[name] and name not in apart
+        for name, value in scientific_fields(config).items()
+        if value != defaults[name] and name not in own_level
     ]
-    places = [str(getattr(config, name)) for name in config.PLACE]
+    levels = [str(getattr(config, name)) for name in config.FOLDER_FIELDS]
     label = "+".join([config.preset, ",".join(changed)]) if changed else config.preset
     rate, seed = f"lr-{config.learning_rate:g}", f"seed-{config.seed}"
-    return Path(config.runs, experiment, label, *places, rate, seed)
+    return Path(config.runs, experiment, label, *levels, rate, seed)

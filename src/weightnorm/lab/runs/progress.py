@@ -1,118 +1,116 @@
-"""How far a run is: bars in a terminal, plain lines in a pipe."""
+"""Progress: bars in a terminal, plain lines in a pipe or file."""
 
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
-
-class Reporter(Protocol):
-    """What a run tells about itself."""
-
-    def epoch(self, number: int, steps: int, done: int) -> None:
-        """An epoch begins, or goes on after `done` steps."""
-
-    def step(self, done: int, live: str) -> None:
-        """A step is done."""
-
-    def row(self, text: str) -> None:
-        """An epoch's metrics."""
-
-    def close(self) -> None:
-        """Nothing more comes."""
+STATUS_SECONDS = 30.0
+"""Time between status lines where there is no terminal."""
 
 
-class Silent:
-    """For every rank but the first."""
+class ProgressBars:
+    """Any number of bars below lines of text. Without a terminal only the lines are printed."""
 
-    def epoch(self, number: int, steps: int, done: int) -> None: ...
-
-    def step(self, done: int, live: str) -> None: ...
-
-    def row(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Lines:
-    """One line an epoch, and one now and then within long ones."""
-
-    def __init__(self, console: Console, title: str, epochs: int, seconds: float = 30.0) -> None:
-        self.console, self.title, self.epochs, self.seconds = console, title, epochs, seconds
-        self.number = self.steps = 0
-        self.live = ""
-        self.last = time.monotonic()
-        console.print(title, highlight=False)
-
-    def epoch(self, number: int, steps: int, done: int) -> None:
-        self.number, self.steps = number, steps
-
-    def step(self, done: int, live: str) -> None:
-        self.live = live or self.live
-        if time.monotonic() - self.last > self.seconds:
-            self._say(f"step {done}/{self.steps}  {self.live}")
-
-    def row(self, text: str) -> None:
-        self._say(text)
-
-    def close(self) -> None: ...
-
-    def _say(self, text: str) -> None:
-        self.last = time.monotonic()
-        self.console.print(
-            f"epoch {self.number + 1}/{self.epochs}  {text}", highlight=False, soft_wrap=True
-        )
-
-
-class Bars:
-    """A bar for the epochs and one for the steps, with the time that is left and live metrics."""
-
-    def __init__(self, console: Console, title: str, epochs: int) -> None:
-        self.progress = Progress(
+    def __init__(self, console: Console, status_seconds: float = STATUS_SECONDS) -> None:
+        self.console, self.status_seconds = console, status_seconds
+        self._bars = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[live]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             console=console,
+            transient=True,
+            disable=not console.is_terminal,
         )
-        console.print(f"[bold]{title}")
-        self.epochs = self.progress.add_task("epochs", total=epochs, live="")
-        self.steps = self.progress.add_task("steps", total=None, live="")
-        self.total = epochs
-        self.number = 0
-        self.progress.start()
+        self._last = time.monotonic()
+        self._bars.start()
 
-    def epoch(self, number: int, steps: int, done: int) -> None:
-        self.number = number
-        self.progress.update(self.epochs, completed=number)
-        self.progress.reset(self.steps, total=steps, completed=done)
+    def add(self, name: str, total: int | None, done: int = 0) -> TaskID:
+        """Add a bar; `total` is None while it is unknown."""
+        return self._bars.add_task(name, total=total, completed=done, text="")
 
-    def step(self, done: int, live: str) -> None:
-        self.progress.update(self.steps, completed=done)
-        if live:
-            self.progress.update(self.steps, live=live)
+    def update(
+        self,
+        bar: TaskID,
+        done: int | None = None,
+        text: str | None = None,
+        total: int | None = None,
+    ) -> None:
+        """Set the progress, text or total of a bar; None keeps the value."""
+        if text is None:
+            self._bars.update(bar, completed=done, total=total)
+        else:
+            self._bars.update(bar, completed=done, total=total, text=text)
 
-    def row(self, text: str) -> None:
-        self.progress.update(self.epochs, completed=self.number + 1)
-        self.progress.console.print(f"epoch {self.number + 1}/{self.total}  {text}")
+    def reset(self, bar: TaskID, total: int | None, done: int = 0) -> None:
+        """Start a bar again, with its clock at 0."""
+        self._bars.reset(bar, total=total, completed=done)
+
+    def remove(self, bar: TaskID) -> None:
+        """Remove a bar."""
+        self._bars.remove_task(bar)
+
+    def print(self, text: str) -> None:
+        """Print a line above the bars, without markup."""
+        self._last = time.monotonic()
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def status(self, text: Callable[[], str]) -> None:
+        """Print a line if there is no terminal and none was printed for `status_seconds`."""
+        if not self.console.is_terminal and time.monotonic() - self._last > self.status_seconds:
+            self.print(text())
 
     def close(self) -> None:
-        self.progress.stop()
+        """Remove all bars from the screen."""
+        self._bars.stop()
 
 
-def reporter(console: Console, title: str, epochs: int) -> Reporter:
-    """Bars where a person looks on, lines where a file does."""
-    return (Bars if console.is_terminal else Lines)(console, title, epochs)
+class EpochProgress:
+    """Progress of one run: a bar for the epochs, one for the steps, a line per epoch."""
+
+    def __init__(self, console: Console, title: str, epochs: int) -> None:
+        self.epochs, self.epoch, self.steps = epochs, 0, 0
+        self._text = ""
+        self._bars = ProgressBars(console)
+        self._bars.print(title)
+        self._epoch_bar = self._bars.add("epochs", epochs)
+        self._step_bar = self._bars.add("steps", None)
+
+    def start_epoch(self, epoch: int, steps: int, done: int) -> None:
+        """Start an epoch (counted from 0), or resume it after `done` steps."""
+        self.epoch, self.steps = epoch, steps
+        self._bars.update(self._epoch_bar, epoch)
+        self._bars.reset(self._step_bar, steps, done)
+
+    def step(self, done: int, text: str = "") -> None:
+        """Show that `done` steps are done; `text` replaces the metrics beside the bar."""
+        self._text = text or self._text
+        self._bars.update(self._step_bar, done, self._text)
+        self._bars.status(lambda: self._line(f"step {done}/{self.steps}  {self._text}"))
+
+    def end_epoch(self, text: str) -> None:
+        """Print the metrics of an epoch."""
+        self._bars.update(self._epoch_bar, self.epoch + 1)
+        self._bars.print(self._line(text))
+
+    def close(self) -> None:
+        """Remove the bars."""
+        self._bars.close()
+
+    def _line(self, text: str) -> str:
+        return f"epoch {self.epoch + 1}/{self.epochs}  {text}"

@@ -1,10 +1,11 @@
-"""The ranks a run is spread over: one process, or those that torchrun started.
+"""Data-parallel ranks: a single process, or those that torchrun started.
 
-Note [a group must end]
-    The threads of a process group that is still there when the interpreter ends abort the process.
-    `destroy_process_group` only forgets it; whoever else holds the group keeps it. So do the
-    functions of torch.distributed.nn: the group they find when imported (by the first optimizer
-    step, through torch._dynamo) is their default. Imported here, they find none.
+Note [import torch.distributed.nn early]
+    A process group that still exists when the interpreter exits aborts the process from one of its
+    threads, and `destroy_process_group` does not free a group that something else refers to. The
+    functions of torch.distributed.nn take the group that exists when they are imported (by the
+    first optimizer step, through torch._dynamo) as a default argument. Imported here, before any
+    group exists, they refer to none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # see Note [a group must end]
+import torch.distributed.nn  # see Note [import torch.distributed.nn early]
 from torch import Tensor, nn
 
 from weightnorm.distributed import RankLost, collective
@@ -27,20 +28,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the ranks. Where one of them is lost, the others get RankLost."""
+    """Rank and world size of this process. Collectives raise RankLost if a rank is lost."""
 
     rank: int = 0
     world: int = 1
 
     @classmethod
     def join(cls, device: torch.device, wait_seconds: float) -> Ranks:
-        """Join the group torchrun set up, if it did; no wait for another rank is ever longer."""
+        """Join torchrun's process group, if there is one; `wait_seconds` is its timeout."""
         if "WORLD_SIZE" not in os.environ:
             return cls()
         backend = "gloo"
         if device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"
-            if device.index is None:  # each rank of a machine has a GPU of its own
+            if device.index is None:  # one GPU per rank of a machine
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=wait_seconds))
@@ -50,6 +51,7 @@ class Ranks:
         return cls(dist.get_rank(), dist.get_world_size())
 
     def leave(self) -> None:
+        """Destroy the process group."""
         if self.world > 1 or dist.is_initialized():
             dist.destroy_process_group()
 
@@ -60,41 +62,41 @@ class Ranks:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """For synchronized statistics; None in a single process."""
+        """The group for synchronized statistics; None in a single process."""
         return dist.group.WORLD if self.world > 1 else None
 
     def share(self, rows: Tensor) -> Tensor:
-        """This rank's part of a global batch."""
+        """Return this rank's part of a global batch."""
         return rows.tensor_split(self.world)[self.rank] if self.world > 1 else rows
 
-    def sum(self, x: Tensor, what: str = "a sum") -> Tensor:
-        """Σ over ranks. `what` it is, for the error if a rank is lost."""
+    def sum(self, x: Tensor, name: str = "a sum") -> Tensor:
+        """Sum a tensor over ranks, in place. `name` is used in the error if a rank is lost."""
         if self.world > 1:
-            with collective(what):
+            with collective(name):
                 dist.all_reduce(x)
         return x
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag, whether any rank says so; in one message."""
+        """Return, for each flag, whether it is set on any rank. One collective."""
         if self.world == 1:
             return list(flags)
         counts = self.sum(torch.tensor(flags, dtype=torch.float32), "all to end a step")
         return [count > 0 for count in counts.tolist()]
 
-    def gather(self, thing: Any, what: str = "a meeting") -> list[Any]:
-        """Every rank's thing, on every rank."""
-        things: list[Any] = [thing]
+    def gather(self, value: Any, name: str = "a barrier") -> list[Any]:
+        """Return the values of all ranks, on every rank."""
+        values: list[Any] = [value]
         if self.world > 1:
-            things = [None] * self.world
-            with collective(what):
-                dist.all_gather_object(things, thing)
-        return things
+            values = [None] * self.world
+            with collective(name):
+                dist.all_gather_object(values, value)
+        return values
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Σ over ranks of every gradient, in one message.
+        """Sum every gradient over ranks, in one collective.
 
-        A rank's loss is its part of the mean over the global batch, so the sum is the gradient of
-        that mean, also where ranks have batches of different size.
+        Each rank's loss is its examples' share of the mean over the global batch, so the sum is
+        the gradient of that mean even if ranks have batches of different sizes.
         """
         if self.world == 1:
             return

@@ -1,15 +1,15 @@
-"""RunRecord: a run on disk, and the only format of one. Standard library only.
+"""Read and write the record of a run. Standard library only.
 
-A run's folder holds
+A run's folder contains
 
-- ``config.json``: experiment, preset and every field of the config;
-- ``sessions.jsonl``: a line for each time it was started: commit, versions, device, threads;
-- ``metrics.jsonl``: a line for each epoch;
-- ``result.json``: the outcome; there only once the run has finished;
-- ``*.npz``: arrays to be shown as pictures, samples for instance, where the experiment keeps some.
+- ``config.json``: experiment, preset and every scientific field of the config;
+- ``sessions.jsonl``: one line per start of the run: commit, versions, device, threads;
+- ``metrics.jsonl``: one line per epoch;
+- ``result.json``: the final metrics; it exists only once the run has finished or diverged;
+- ``*.npz``: arrays that the report draws, such as samples.
 
-Whole files are replaced atomically. Lines are appended; a half-written one is dropped on reading.
-A number that is not finite is written as null.
+Whole files are replaced atomically. Lines are appended; a partially written line is ignored. A
+number that is not finite is written as null.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from weightnorm.lab.errors import RecordError
+from weightnorm.lab.files import write_atomically
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run, as its files tell it."""
+    """The record of one run."""
 
     folder: Path
     experiment: str
@@ -38,23 +39,46 @@ class RunRecord:
     sessions: list[Row] = field(default_factory=list)
     metrics: list[Row] = field(default_factory=list)
     result: Row | None = None
+    """Final metrics; None until the run has finished or diverged."""
+    diverged: Row | None = None
+    """``epoch``, ``step`` and ``message`` if the run ended because a number was not finite."""
 
     @property
     def finished(self) -> bool:
+        """Whether there is nothing left to compute. True for a run that diverged."""
         return self.result is not None
 
     @property
     def environment(self) -> Row:
-        """Machine and versions of the newest start."""
+        """Machine and versions of the latest session."""
         return self.sessions[-1] if self.sessions else {}
 
     def column(self, name: str) -> list[float | None]:
-        """One metric over the epochs; None where it is missing or was not finite."""
+        """Return one metric over the epochs; None where it is missing or was not finite."""
         return [row.get(name) for row in self.metrics]
+
+    def final(self, metric: str) -> float | None:
+        """Return a metric of the result; None if there is none or it is not a finite number."""
+        value = (self.result or {}).get(metric)
+        return value if is_number(value) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value from a JSON file is a number that a float can represent.
+
+    >>> [is_number(x) for x in (1, 0.5, None, True, "1", 10**400, float("nan"))]
+    [True, True, False, False, False, False, False]
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def load_record(folder: Path) -> RunRecord:
-    """Read a run's folder; RecordError if its config or result is damaged."""
+    """Read a run's folder. Raises RecordError if its config or result is damaged."""
     head = _read_json(folder / "config.json")
     fields = {"experiment": str, "preset": str, "config": dict}
     if not isinstance(head, dict) or not all(
@@ -63,8 +87,13 @@ def load_record(folder: Path) -> RunRecord:
         raise RecordError(f"{folder / 'config.json'} is not a run's config")
     path = folder / "result.json"
     result = _read_json(path) if path.exists() else None
-    if path.exists() and not isinstance(result, dict):
-        raise RecordError(f"{path} is not a run's result")
+    diverged = None
+    if path.exists():
+        if not isinstance(result, dict):
+            raise RecordError(f"{path} is not a run's result")
+        diverged = result.pop("diverged", None)
+        if not isinstance(diverged, dict | None):
+            raise RecordError(f"{path} is not a run's result: diverged is {diverged!r}")
     return RunRecord(
         folder=folder,
         experiment=head["experiment"],
@@ -73,13 +102,14 @@ def load_record(folder: Path) -> RunRecord:
         sessions=read_rows(folder / "sessions.jsonl"),
         metrics=read_rows(folder / "metrics.jsonl"),
         result=result,
+        diverged=diverged,
     )
 
 
 def find_records(root: Path) -> tuple[list[RunRecord], list[str]]:
-    """Every run below a folder, and what was wrong with those that could not be read."""
+    """Read every run below a folder. Returns the records, and a message for each unreadable one."""
     records, problems = [], []
-    for folder in sorted(_run_folders(root)):
+    for folder in sorted(path.parent for path in root.rglob("config.json")):
         try:
             records.append(load_record(folder))
         except RecordError as error:  # noqa: PERF203
@@ -87,44 +117,52 @@ def find_records(root: Path) -> tuple[list[RunRecord], list[str]]:
     return records, problems
 
 
-def _run_folders(root: Path) -> Iterator[Path]:
-    return (path.parent for path in root.rglob("config.json"))
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Convert a value to JSON. Paths and enums become strings, non-finite floats null.
+
+    Raises TypeError for anything else that JSON does not have, such as a tensor: a number must
+    never be recorded as text.
+
+    >>> to_json({"path": Path("a/b"), "loss": float("nan")})
+    '{"path": "a/b", "loss": null}'
+    """
+    return json.dumps(_nulls(value), indent=indent, default=_path_or_enum, allow_nan=False)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file by the value as JSON, whole or not at all."""
-    write_atomically(path, (json.dumps(_finite(value), indent=2, default=str) + "\n").encode())
+    """Replace a file by `value` as JSON, whole or not at all."""
+    write_atomically(path, (to_json(value, indent=2) + "\n").encode())
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file; whoever reads it sees the old content or the new, never a mixture."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Replace a file by one line per row, whole or not at all."""
+    write_atomically(path, "".join(to_json(row) + "\n" for row in rows).encode())
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Add a line and see it to the disk."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(_finite(row), default=str) + "\n")
+    """Append a line and sync it to disk. A partially written line before it is ended first."""
+    line = (to_json(row) + "\n").encode()
+    with path.open("a+b") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        file.write(line)
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The whole lines of a file of rows. What was cut off in writing is not a row."""
-    if not path.exists():
+    """Read the complete lines of a file of rows. Lines that are not a JSON object are skipped."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     rows = []
-    for line in path.read_bytes().splitlines():
+    for line in content.split(b"\n"):
         try:
-            row = json.loads(line)
+            row = _parse(line.strip(b"\0"))  # a crash may leave a block of zeros
         except ValueError:
             continue
         if isinstance(row, dict):
@@ -132,18 +170,9 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def keep_rows(path: Path, count: int) -> None:
-    """Go back to the first `count` rows, as a run does that resumes from before the later ones."""
-    rows = read_rows(path)[:count]
-    if len(rows) < count:
-        raise RecordError(f"{path} has {len(rows)} rows, but the checkpoint was made after {count}")
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    write_atomically(path, text.encode())
-
-
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return _parse(path.read_bytes())
     except FileNotFoundError:
         raise RecordError(f"{path} is missing") from None
     except OSError as error:
@@ -152,11 +181,40 @@ def _read_json(path: Path) -> Any:
         raise RecordError(f"{path} is damaged: {error}") from None
 
 
-def _finite(value: Any) -> Any:
+def _parse(content: bytes) -> Any:
+    """Parse JSON in UTF-8. Raises ValueError for anything else; numbers beyond floats are None."""
+    try:
+        value = json.loads(
+            content.decode(), parse_float=_finite_float, parse_constant=lambda name: None
+        )
+        json.dumps(value, ensure_ascii=False).encode()  # refuses escaped lone surrogates
+        return value
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _finite_float(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def _nulls(value: Any) -> Any:
+    """Replace every float that is not finite by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _nulls(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_nulls(item) for item in value]
     return value
+
+
+def _path_or_enum(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(
+        f"a record holds numbers and text, got {type(value).__name__}: {value!r}; "
+        "convert a tensor or array with .item() or .tolist()"
+    )

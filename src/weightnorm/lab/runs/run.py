@@ -1,10 +1,8 @@
-"""One run: its folder, its clock, its place in time. Not the algorithm.
-
-An experiment reads top to bottom and calls on a Run for the rest:
+"""What every experiment needs around its algorithm: folder, clock, checkpoints, resume, ranks.
 
     with Run("classify", config, PRESETS) as run:
         model = ...                                   # build, initialize
-        run.restore(model=model, optimizer=optimizer) # go back to where a killed run was
+        run.restore(model=model, optimizer=optimizer) # load the latest checkpoint, if there is one
         for epoch in run.epochs(config.epochs):
             for rows in run.batches(len(data), config.batch_size):
                 loss = ...                            # one training step on run.batch examples
@@ -12,9 +10,9 @@ An experiment reads top to bottom and calls on a Run for the rest:
             run.log(loss=run.total("loss") / run.total("count"))
         run.finish({...})
 
-Killed at any moment, the same command continues from the last checkpoint and ends with the same
-bits: the order of the data follows from seed and epoch, and a checkpoint holds everything else
-(parameters, optimizer, random states, the epoch's sums so far).
+A run that was killed at any moment continues from its last checkpoint when the same command is
+repeated, and ends with the same bits: the order of the data follows from seed and epoch, and a
+checkpoint holds everything else (parameters, optimizer, random states, metrics).
 """
 
 from __future__ import annotations
@@ -27,45 +25,63 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
+from weightnorm.diagnostics import unit_weights
 from weightnorm.distributed import RankLost
-from weightnorm.lab.errors import ConfigError, Interrupted, RunError
+from weightnorm.lab.errors import (
+    CheckpointError,
+    ConfigError,
+    Diverged,
+    Interrupted,
+    LabError,
+    RecordError,
+    RunError,
+)
+from weightnorm.lab.files import remove_temporary, write_atomically
 from weightnorm.lab.malloc import keep_freed_memory
 from weightnorm.lab.runs.checkpoints import (
     load_checkpoint,
+    previous,
     random_state,
+    recover_checkpoint,
     save_checkpoint,
     set_random_state,
 )
-from weightnorm.lab.runs.config import RunConfig, folder, recorded, what
+from weightnorm.lab.runs.config import RunConfig, folder, scientific_fields
 from weightnorm.lab.runs.environment import environment, pick_device
-from weightnorm.lab.runs.epoch_metrics import Sums, stacked
-from weightnorm.lab.runs.failure import longest
-from weightnorm.lab.runs.progress import Reporter, Silent, reporter
+from weightnorm.lab.runs.epoch_metrics import EpochMetrics, stack_ranks
+from weightnorm.lab.runs.progress import EpochProgress
 from weightnorm.lab.runs.ranks import Ranks
 from weightnorm.lab.runs.records import (
+    Row,
     RunRecord,
     append_row,
-    keep_rows,
     load_record,
-    read_rows,
-    write_atomically,
     write_json,
+    write_rows,
 )
 
 T = TypeVar("T")
 LIVE_SECONDS = 0.5
-"""How often the live metrics are read off the device; each reading waits for it."""
+"""Time between updates of the metrics on the screen; each synchronizes with the device."""
 
 
 class Run:
-    """The folder, clock, ranks and random state of one run, as a context."""
+    """Folder, clock, ranks and random state of one run, as a context manager.
+
+    Args:
+        experiment: name of the experiment.
+        config: its config.
+        presets: its presets, which decide the name of the folder.
+        console: where progress is shown; standard error by default.
+        results: names of the final metrics, which are recorded as null if the run diverges.
+    """
 
     def __init__(
         self,
@@ -73,19 +89,24 @@ class Run:
         config: RunConfig,
         presets: Mapping[str, RunConfig],
         console: Console | None = None,
+        results: Sequence[str] = (),
     ) -> None:
-        self.experiment, self.config = experiment, config
+        self.experiment, self.config, self.results = experiment, config, results
         self.console = console or Console(stderr=True)
         self.folder = folder(experiment, config, presets)
+        self.checkpoint = self.folder / "checkpoint.pt"
         self.device = pick_device(config.device)
         self.ranks = Ranks()
-        self.epoch = self.step = self.rows = 0
+        self.epoch = self.step = 0
         self.batch = 0
-        """Examples of the step at hand, over all ranks."""
-        self.totals = Sums()
+        """Examples in the current minibatch, over all ranks."""
+        self.totals = EpochMetrics()
+        self.metrics: list[Row] = []
+        """The rows of metrics.jsonl."""
         self.stateful: dict[str, Any] = {}
         self.seconds = 0.0
-        self._reporter: Reporter = Silent()
+        """Training time of the current epoch."""
+        self._progress: EpochProgress | None = None
         self._lock: IO[str] | None = None
         self._events: Any = None
         self._stop = self._savable = False
@@ -98,7 +119,7 @@ class Run:
             self.ranks = Ranks.join(self.device, self.config.wait_seconds)
             if self.ranks.first:
                 self._open_folder()
-            self.ranks.gather(None, "the folder")  # there, and ours, before any rank goes on
+            self.ranks.gather(None, "the folder")  # no rank reads it before it is locked
             for which in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[which] = signal.signal(which, self._on_signal)
             keep_freed_memory()
@@ -119,15 +140,16 @@ class Run:
         self._explain(error)
 
     def _explain(self, error: BaseException | None) -> None:
-        """Say how to go on after what is not the run's own fault."""
-        ways = {OSError: "make room, then run", RankLost: "start all ranks again with"}
-        for kind, way in ways.items():
+        """Raise a RunError with the way to continue, if a disk or another rank failed."""
+        advice = {OSError: "correct this, then repeat", RankLost: "start all ranks again with"}
+        for kind, way in advice.items():
             if isinstance(error, kind):
-                what = getattr(error, "strerror", None) or error
-                lost = f"{self.folder}: {what}. Nothing already written is lost"
-                raise RunError(f"{lost}; {way} the same command to go on") from error
+                reason = getattr(error, "strerror", None) or error
+                message = f"{self.folder}: {reason}. Nothing already written is lost"
+                raise RunError(f"{message}; {way} the same command to continue") from error
 
     def _open_folder(self) -> None:
+        """Create and lock the folder, and check that it belongs to this config."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / "lock").open("w")
@@ -137,16 +159,27 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RunError(f"another process is running in {self.folder}") from None
-        head = {
-            "experiment": self.experiment,
-            "preset": self.config.preset,
-            "config": what(self.config),
-        }
-        if not (self.folder / "config.json").exists():
+        remove_temporary(self.folder)
+        recover_checkpoint(self.checkpoint)
+        self._check_config()
+
+    def _check_config(self) -> None:
+        """Compare config.json with the config; write it if no run has finished in the folder."""
+        fields = scientific_fields(self.config)
+        try:
+            self._refuse_other_settings(load_record(self.folder).config)
+            if (self.folder / "result.json").exists():
+                previous(self.checkpoint).unlink(missing_ok=True)
+        except RecordError as error:
+            if (self.folder / "result.json").exists():
+                raise RunError(f"{error}; delete {self.folder} to run it again") from None
+            # Nothing is lost: `restore` compares the config with that of the checkpoint.
+            head = {"experiment": self.experiment, "preset": self.config.preset, "config": fields}
             write_json(self.folder / "config.json", head)
-            return
-        before, now = load_record(self.folder).config, recorded(self.config)
-        differing = [key for key in now if before.get(key) != now[key]]
+
+    def _refuse_other_settings(self, recorded: Mapping[str, Any]) -> None:
+        fields = scientific_fields(self.config)
+        differing = [name for name, value in fields.items() if recorded.get(name) != value]
         if differing:
             raise ConfigError(
                 f"{self.folder} holds a run with other settings ({', '.join(differing)}); "
@@ -154,7 +187,8 @@ class Run:
             )
 
     def _close(self) -> None:
-        self._reporter.close()
+        if self._progress is not None:
+            self._progress.close()
         if self._events is not None:
             self._events.close()
         for which, handler in self._handlers.items():
@@ -165,7 +199,7 @@ class Run:
         self.ranks.leave()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stop or not self._savable:  # nothing to save yet, or no patience
+        if self._stop or not self._savable:  # the second signal, or nothing to save yet
             raise KeyboardInterrupt
         self._stop = True
 
@@ -173,84 +207,107 @@ class Run:
 
     @property
     def finished(self) -> RunRecord | None:
-        """The record, if this very run has been finished before."""
+        """The record if this run has finished before. Raises Diverged if it has diverged."""
         record = load_record(self.folder)
+        if record.diverged is not None:
+            message = str(record.diverged.get("message", "the run diverged"))
+            raise Diverged(f"{message}. Delete {self.folder} to run it again")
         return record if record.finished else None
 
     def restore(self, **stateful: Any) -> bool:
-        """Name what a checkpoint holds, and go back to the last one if there is one."""
+        """Register what a checkpoint holds, and load the latest one. False if there is none.
+
+        Args:
+            stateful: objects with `state_dict` and `load_state_dict`.
+        """
         self.stateful = stateful
-        state = load_checkpoint(self.folder / "checkpoint.pt")
+        state = load_checkpoint(self.checkpoint)
         if state is not None:
-            if len(state["random"]) != self.ranks.world:
-                raise ConfigError(
-                    f"{self.folder} was begun on {len(state['random'])} ranks; "
-                    f"this is {self.ranks.world}"
-                )
-            for name, thing in stateful.items():
-                thing.load_state_dict(state["states"][name])
-            self.epoch, self.step, self.rows = state["epoch"], state["step"], state["rows"]
-            self.totals = Sums.of_rank(state["totals"], self.ranks.rank, self.device)
-            self.seconds = state["seconds"]
-            set_random_state(state["random"][self.ranks.rank])
-        elif self.ranks.rank:  # all ranks begin with the same weights, but draw their own noise
+            self._load(state)
+        elif self.ranks.rank:  # ranks start with the same weights but draw different noise
             torch.manual_seed(self.config.seed + 1_000_003 * self.ranks.rank)
         self._savable = True
         if self.ranks.first:
-            append_row(
-                self.folder / "sessions.jsonl",
-                {**environment(self.device, self.ranks.world), "epoch": self.epoch},
-            )
-            if state is not None or read_rows(self.folder / "metrics.jsonl"):
-                keep_rows(self.folder / "metrics.jsonl", self.rows)
+            session = {**environment(self.device, self.ranks.world), "epoch": self.epoch}
+            append_row(self.folder / "sessions.jsonl", session)
+            # Drops rows that are later than the checkpoint, and repairs damaged ones.
+            write_rows(self.folder / "metrics.jsonl", self.metrics)
         return state is not None
 
+    def _load(self, state: dict[str, Any]) -> None:
+        try:
+            self._refuse_other_settings(state["config"])
+            if len(state["random"]) != self.ranks.world:
+                raise ConfigError(
+                    f"{self.folder} was started on {len(state['random'])} ranks; "
+                    f"got {self.ranks.world}"
+                )
+            for name, thing in self.stateful.items():
+                thing.load_state_dict(state["states"][name])
+            self.epoch, self.step, self.metrics = state["epoch"], state["step"], state["metrics"]
+            self.totals = EpochMetrics.of_rank(state["totals"], self.ranks.rank, self.device)
+            self.seconds = state["seconds"]
+            set_random_state(state["random"][self.ranks.rank])
+        except LabError:
+            raise
+        except (KeyError, RuntimeError) as error:  # what load_state_dict raises
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(
+                f"{self.checkpoint} was written by another version of the experiment ({reason}); "
+                "delete the folder to start over"
+            ) from error
+
     def save(self, path: Path | None = None) -> None:
-        """Write a checkpoint; elsewhere than in its usual place if told so."""
+        """Write a checkpoint, by default to ``checkpoint.pt``."""
         parts = self.ranks.gather((random_state(), self.totals.cpu()), "parts of a checkpoint")
         if self.ranks.first:
             state = {
+                "config": scientific_fields(self.config),
                 "epoch": self.epoch,
                 "step": self.step,
-                "rows": self.rows,
-                "totals": stacked([totals for _, totals in parts]),
+                "metrics": self.metrics,
+                "totals": stack_ranks([totals for _, totals in parts]),
                 "seconds": self.seconds,
                 "random": [random for random, _ in parts],
                 "states": {name: thing.state_dict() for name, thing in self.stateful.items()},
             }
-            save_checkpoint(path or self.folder / "checkpoint.pt", state)
+            save_checkpoint(path or self.checkpoint, state)
 
     # — the loop —
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs still to do."""
+        """Iterate over the remaining epochs, with a checkpoint after each."""
+        console = self.console if self.ranks.first else Console(quiet=True)
+        self._progress = EpochProgress(console, f"{self.experiment}  {self.folder}", count)
         if self.ranks.first:
-            title = f"{self.experiment}  {self.folder}"
-            self._reporter = reporter(self.console, title, count)
             self._events = _events(self.folder, self.epoch)
         while self.epoch < count:
             yield self.epoch
             self.epoch += 1
-            self.step, self.totals, self.seconds = 0, Sums(), 0.0
+            self.step, self.totals, self.seconds = 0, EpochMetrics(), 0.0
             self.save()
             self._stop_if(*self.ranks.any(self._stop))
 
     def batches(self, examples: int, size: int) -> Iterator[Tensor]:
-        """This rank's rows of each minibatch still to do in this epoch, reshuffled every epoch."""
+        """Iterate over this rank's rows of the epoch's remaining minibatches.
+
+        The order is a new permutation in every epoch.
+        """
         seed = (self.config.seed * 1_000_003 + self.epoch) % 2**63
         order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed))
         # On the device: an index on the CPU would make every step wait for a copy.
-        for rows in self._watched(order.to(self.device).split(size)):
+        for rows in self._remaining(order.to(self.device).split(size)):
             self.batch = len(rows)
             yield self.ranks.share(rows)
 
     def steps(self, count: int, save_every: float = math.inf) -> Iterator[int]:
-        """The steps still to do in this epoch, where it is not over examples."""
-        return self._watched(range(count), save_every)
+        """Iterate over the epoch's remaining steps, with a checkpoint every `save_every` steps."""
+        return self._remaining(range(count), save_every)
 
-    def _watched(self, steps: Sequence[T], save_every: float = math.inf) -> Iterator[T]:
-        """What is left of an epoch's steps; in between, progress, checkpoints, the end if asked."""
-        self._reporter.epoch(self.epoch, len(steps), self.step)
+    def _remaining(self, steps: Sequence[T], save_every: float = math.inf) -> Iterator[T]:
+        """Iterate over the remaining steps; show progress, save, and stop between them."""
+        if self._progress is not None:
+            self._progress.start_epoch(self.epoch, len(steps), self.step)
         began = saved = shown = time.monotonic()
         before, saved_at = self.seconds, self.step
         for step in steps[self.step :]:
@@ -259,43 +316,46 @@ class Run:
             now = time.monotonic()
             self.seconds = before + now - began
             live = now - shown > LIVE_SECONDS
-            self._reporter.step(self.step, _shown(self.totals.means) if live else "")
+            if self._progress is not None:
+                self._progress.step(self.step, _text(self.totals.means) if live else "")
             shown = now if live else shown
             due = now - saved > self.config.checkpoint_seconds or self.step - saved_at >= save_every
-            # On an accelerator looking at the sums waits for it, so not at every step.
+            # Reading the sums synchronizes with an accelerator, so not at every step.
             broken = (live or due or self.device.type == "cpu") and not self.totals.finite
             stop, due, broken = self.ranks.any(self._stop, due, broken)
             if broken:
-                self._fail()
+                self._diverge()
             if due:
                 self.save()
                 saved, saved_at = time.monotonic(), self.step
             self._stop_if(stop)
 
     def add(self, **amounts: Tensor | float) -> None:
-        """Add to this epoch's sums, on the device and without waiting for it."""
+        """Add to the epoch's sums, without synchronizing with the device."""
         self.totals.add(amounts, self.device)
 
     def total(self, name: str) -> float:
-        """This epoch's sum over steps and ranks."""
+        """Return the epoch's sum over steps and ranks."""
         return self.ranks.sum(self.totals[name].clone(), f"the epoch's sum of {name}").item()
 
-    def log(self, **metrics: float) -> None:
-        """Record an epoch: a line of metrics.jsonl, TensorBoard, and the screen."""
+    def log(self, **metrics: Tensor | float) -> None:
+        """Record an epoch: a line of metrics.jsonl, TensorBoard, and a line on the screen."""
         if any(self.ranks.any(not self.totals.finite)):
-            self._fail()
-        row = {"epoch": self.epoch + 1, **metrics, "seconds": round(self.seconds, 3)}
-        self.rows += 1
+            self._diverge()
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        row = {"epoch": self.epoch + 1, **numbers, "seconds": round(self.seconds, 3)}
+        self.metrics.append(row)
         if self.ranks.first:
             append_row(self.folder / "metrics.jsonl", row)
             for name, value in row.items():
                 if name != "epoch":
                     self._events.add_scalar(name, value, self.epoch + 1)
             self._events.flush()
-            self._reporter.row(_shown(metrics))
+        if self._progress is not None:
+            self._progress.end_epoch(_text(numbers))
 
-    def keep(self, name: str, **arrays: Tensor) -> None:
-        """Write arrays (samples, say) beside the record as ``name.npz``, for the report to draw."""
+    def save_arrays(self, name: str, **arrays: Tensor) -> None:
+        """Write arrays, such as samples, to ``name.npz`` beside the record for the report."""
         if self.ranks.first:
             memory = io.BytesIO()
             plain: dict[str, Any] = {key: x.cpu().numpy() for key, x in arrays.items()}
@@ -303,38 +363,73 @@ class Run:
             write_atomically(self.folder / f"{name}.npz", memory.getvalue())
 
     @property
-    def last(self) -> dict[str, Any]:
-        """The newest row of metrics."""
-        return read_rows(self.folder / "metrics.jsonl")[-1]
+    def last(self) -> Row:
+        """The latest row of metrics."""
+        return self.metrics[-1]
 
-    def finish(self, result: dict[str, Any]) -> RunRecord:
-        """Record the outcome. After this the run is never run again."""
-        if self.ranks.first:
-            seconds = sum(row["seconds"] for row in read_rows(self.folder / "metrics.jsonl"))
-            write_json(self.folder / "result.json", {**result, "seconds": round(seconds, 3)})
-        self.ranks.gather(None, "the result")
+    def finish(self, result: Mapping[str, Tensor | float]) -> RunRecord:
+        """Record the final metrics. Raises Diverged if one of them is not finite."""
+        numbers = {name: _number(name, value) for name, value in result.items()}
+        broken = [name for name, value in numbers.items() if not math.isfinite(value)]
+        values = ", ".join(f"{name} {numbers[name]:g}" for name in broken)
+        diverged = f"the result is not finite after epoch {self.epoch}: {values}" if broken else ""
+        self._end(numbers, diverged)
+        if diverged:
+            raise Diverged(diverged)
         return load_record(self.folder)
+
+    def _end(self, result: Mapping[str, float | None], diverged: str) -> None:
+        """Write result.json and delete what only resuming needs."""
+        if self.ranks.first:
+            seconds = sum(row["seconds"] for row in self.metrics) + self.seconds
+            outcome: Row = {**result, "seconds": round(seconds, 3)}
+            if diverged:
+                at = {"epoch": len(self.metrics) + bool(self.step), "step": self.step}
+                outcome["diverged"] = {**at, "message": diverged}
+            write_json(self.folder / "result.json", outcome)
+            previous(self.checkpoint).unlink(missing_ok=True)
+        self.ranks.gather(None, "the result")
 
     def _stop_if(self, asked: bool) -> None:
         if asked:
             self.save()
             raise Interrupted(str(self.folder))
 
-    def _fail(self) -> None:
-        """The sums are not finite: keep the state as it is, beside the last good checkpoint."""
-        state = self.folder / "failed.pt"
+    def _diverge(self) -> NoReturn:
+        """Record that the epoch's sums are not finite; save the state beside the checkpoint."""
+        state = self.folder / "diverged.pt"
         self.save(state)
         sums = ", ".join(f"{name} {float(value):g}" for name, value in self.totals.items())
-        weights = longest(self.stateful.get("model"))
-        raise RunError(
-            f"not finite at epoch {self.epoch + 1}, step {self.step}: {sums}.\n"
-            f"The longest weights, each the norm of its longest unit: {weights}.\n"
-            f"The state is in {state}; the checkpoint from before it is kept. "
-            "A smaller --learning-rate is the usual way out"
+        norms = largest_norms(self.stateful.get("model"))
+        message = (
+            f"diverged at epoch {self.epoch + 1}, step {self.step}: {sums}.\n"
+            f"The weights with the largest norm of a unit: {norms}.\n"
+            f"The state is in {state}. A smaller --learning-rate usually helps"
         )
+        self._end(dict.fromkeys(self.results), message)
+        raise Diverged(message)
 
 
-def _shown(metrics: Mapping[str, float]) -> str:
+def largest_norms(model: object, count: int = 5) -> str:
+    """List the weights with the largest norm of a unit, NaNs first."""
+    weights = unit_weights(model) if isinstance(model, nn.Module) else {}
+    norms = {name: w.norm(dim=1).max().item() for name, w in weights.items()}
+    names = sorted(norms, key=lambda name: (not math.isnan(norms[name]), -norms[name]))
+    return ", ".join(f"{name} {norms[name]:.4g}" for name in names[:count])
+
+
+def _number(name: str, value: Tensor | float) -> float:
+    """Convert a metric to a Python number; a tensor or array must have one element."""
+    if isinstance(value, bool | int):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(value).__name__
+        raise TypeError(f"metric {name} must be a number, got {kind}: {error}") from error
+
+
+def _text(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
 
 

@@ -1,1 +1,1 @@
-"""Grids of runs, executed locally or on a Ray cluster."""
+"""Grids of runs, executed on this machine or on a Ray cluster."""

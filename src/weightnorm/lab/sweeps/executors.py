@@ -1,8 +1,8 @@
-"""Where the runs of a sweep are executed: processes on this machine, or tasks on a Ray cluster.
+"""Execute the runs of a sweep: as processes on this machine, or as tasks on a Ray cluster.
 
-Either way a run is a process of its own that appends what it prints to ``output.log`` in its
-folder. It dies with whoever started it (on Linux; elsewhere it runs on alone, and the lock in its
-folder keeps a second one out).
+Either way each run is a process that appends its output to ``output.log`` in its folder. On Linux
+it is killed when its parent exits; elsewhere it continues, and the lock in its folder prevents a
+second process from running there.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from weightnorm.lab.runs.config import RunConfig
 
 POLL_SECONDS = 0.1
 TAIL_LINES = 5
-"""How much of a failed run's output is shown."""
+"""Lines of a failed run's output that are shown."""
 
-# Note [the guard]: what has to happen inside the new process before it becomes the run. Popen's
-# preexec_fn could do it but is not safe where there are threads. The run is to die with its parent
-# (PR_SET_PDEATHSIG = 1), which must not have died already; and it must hear SIGINT, which Ray
-# blocks and a shell's `&` ignores.
-GUARD = """
+# Note [launcher]: runs in the new process before it becomes the run; Popen's preexec_fn is not safe
+# with threads. The run is killed when its parent exits (PR_SET_PDEATHSIG = 1), so the parent must
+# not have exited already. SIGINT is enabled, which Ray blocks and a shell's `&` ignores.
+LAUNCHER = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -47,105 +46,110 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep: what it is called and computes, the command, and its folder."""
+    """One run of a sweep."""
 
     label: str
     experiment: str
     config: RunConfig
     words: tuple[str, ...]
+    """The command."""
     folder: Path
 
     @property
     def log(self) -> Path:
+        """File that the run's output is appended to."""
         return self.folder / "output.log"
 
 
 class Task(Protocol):
-    """A job that was handed out."""
+    """A job that was submitted."""
 
     @property
     def started(self) -> bool:
-        """Whether it is, or was, at work; else it waits for its turn."""
+        """Whether it has started; False while it is queued."""
 
     @property
     def ended(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it has ended, with or without success."""
 
     @property
     def failure(self) -> str:
-        """Once it has ended: how, and the last that it said."""
+        """Why the job ended, and the last lines of its output."""
 
     def interrupt(self) -> None:
-        """Ask it to save and stop."""
+        """Ask the run to save and stop."""
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the run."""
 
 
-class Workers(AbstractContextManager["Workers"], Protocol):
-    """Those who execute jobs."""
+class Executor(AbstractContextManager["Executor"], Protocol):
+    """Executes jobs."""
 
     slots: int
-    """Jobs to hand out at a time."""
+    """Number of jobs to submit at a time."""
 
     def start(self, job: Job) -> Task:
-        """Hand out a job; OSError if it cannot be started."""
+        """Submit a job. Raises OSError if it cannot be started."""
 
 
-def workers(jobs: int, cluster: str | None) -> Workers:
-    """`jobs` processes on this machine, or on each machine of a cluster."""
-    return Local(jobs) if cluster is None else Cluster(cluster, jobs)
+def make_executor(jobs: int, cluster: str | None) -> Executor:
+    """Return an executor of `jobs` processes on this machine, or per machine of a Ray cluster."""
+    return LocalExecutor(jobs) if cluster is None else RayExecutor(cluster, jobs)
 
 
-class Stop:
-    """Ctrl-C and SIGTERM, as a request that is passed on to the runs."""
+class StopSignals:
+    """Handles Ctrl-C and SIGTERM by interrupting the runs."""
 
-    def __init__(self, patience: float) -> None:
-        self.patience, self.asked = patience, 0
+    def __init__(self, grace_seconds: float) -> None:
+        self.grace_seconds, self.received = grace_seconds, 0
         self.deadline: float | None = None
         self.handlers: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for which in (signal.SIGINT, signal.SIGTERM):
-                self.handlers[which] = signal.signal(which, self._ask)
+                self.handlers[which] = signal.signal(which, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
         for which, handler in self.handlers.items():
             signal.signal(which, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked += 1
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received += 1
 
-    def pass_on(self, tasks: Iterable[Task]) -> bool:
-        """Interrupt the runs once, and say so; kill them if asked again or if it takes too long."""
-        first = bool(self.asked) and self.deadline is None
+    def forward(self, tasks: Iterable[Task]) -> bool:
+        """Interrupt the tasks after the first signal; kill them after another or a timeout.
+
+        Returns whether they were interrupted by this call.
+        """
+        first = bool(self.received) and self.deadline is None
         if first:
-            self.deadline = time.monotonic() + self.patience
+            self.deadline = time.monotonic() + self.grace_seconds
             for task in tasks:
                 task.interrupt()
-        elif self.deadline and (self.asked > 1 or time.monotonic() > self.deadline):
+        elif self.deadline and (self.received > 1 or time.monotonic() > self.deadline):
             for task in tasks:
                 task.kill()
         return first
 
 
-class Process:
-    """A run as a process, in a session of its own so that a terminal's Ctrl-C does not reach it."""
+class RunProcess:
+    """A run in a new session, which a terminal's Ctrl-C does not reach."""
 
     started = True
 
     def __init__(self, words: Sequence[str], log: Path, threads: int) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         count = str(threads)
-        guard = [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid())]
+        launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid())]
         with log.open("ab") as file:
             file.write(f"$ {shlex.join(words)}\n".encode())
             file.flush()
             self.log, self.began = log, file.tell()
             self.child = subprocess.Popen(
-                [*guard, *words],
+                [*launcher, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -181,51 +185,51 @@ class Process:
             self.child.wait()
 
 
-class Local(Workers):
-    """This machine: so many processes at a time, its cores split between them."""
+class LocalExecutor(Executor):
+    """Runs `jobs` processes at a time on this machine, each with an equal share of its cores."""
 
     def __init__(self, jobs: int) -> None:
         self.slots, self.threads = jobs, max(1, cores() // jobs)
 
     def start(self, job: Job) -> Task:
-        return Process(job.words, job.log, self.threads)
+        return RunProcess(job.words, job.log, self.threads)
 
     def __exit__(self, *_: object) -> None: ...
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-class Cluster(Workers):
-    """A Ray cluster: all jobs at once, in Ray's queue, each on the cores of its threads.
+class RayExecutor(Executor):
+    """Submits all jobs to a Ray cluster's queue.
 
-    The runs' folder must be shared by all machines under the same path, and weightnorm installed on
-    each. Data is found as on any machine: --data-dir, or the worker's own $WEIGHTNORM_DATA. A run
-    with --device cuda is given one GPU. If its worker is lost, a run goes on elsewhere, once.
+    All machines must have weightnorm installed and share the runs' folder under the same path. Data
+    is found through --data-dir or the worker's own $WEIGHTNORM_DATA. A run with --device cuda gets
+    one GPU. If its worker is lost, a run is resumed on another one, once.
     """
 
     slots = sys.maxsize
 
     def __init__(self, address: str, jobs: int) -> None:
         try:
-            self.ray: Any = importlib.import_module("ray")  # an extra: not there for type checkers
+            self.ray: Any = importlib.import_module("ray")  # an optional dependency
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"cluster is {address}, but {error.name} is missing: pip install 'weightnorm[ray]'"
             ) from None
-        self.ours = not self.ray.is_initialized()
-        if self.ours:
+        self.connected = not self.ray.is_initialized()
+        if self.connected:
             self._connect(address)
         sizes = [int(node["Resources"].get("CPU", 0)) for node in self.ray.nodes() if node["Alive"]]
         smallest = min(filter(None, sizes), default=1)
         self.threads = max(1, smallest // jobs)
-        # By value, so that the worker, which only waits, imports no torch.
+        # Pickled by value: the worker process only waits and need not import torch.
         self.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        self.remote = self.ray.remote(max_retries=1)(on_worker)
+        self.remote = self.ray.remote(max_retries=1)(run_on_worker)
 
     def _connect(self, address: str) -> None:
         check_reachable(address)
@@ -238,7 +242,7 @@ class Cluster(Workers):
                 "ray start --head, or leave --cluster out"
             ) from error
         if before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # which Ray takes over
+            signal.signal(signal.SIGTERM, before)  # Ray replaces the handler
 
     def start(self, job: Job) -> Task:
         gpus = float(job.config.device.startswith("cuda"))
@@ -248,19 +252,19 @@ class Cluster(Workers):
         return RayTask(self.ray, reference, job.log, size)
 
     def __exit__(self, *_: object) -> None:
-        if self.ours:
+        if self.connected:
             self.ray.shutdown()
 
 
 @dataclass(frozen=True)
 class RayTask:
-    """A job in Ray's hands."""
+    """A job submitted to Ray."""
 
     ray: Any
     reference: Any
     log: Path
     size: int
-    """Of the log, when the job was handed out."""
+    """Size of the log when the job was submitted."""
 
     @property
     def started(self) -> bool:
@@ -284,12 +288,14 @@ class RayTask:
         self.ray.cancel(self.reference, force=True)
 
 
-def on_worker(words: Sequence[str], python: str, log: Path, threads: int) -> str:
-    """The Ray task: run a job to its end and say how it ended. The driver's `python` is the
-    worker's own here; cancelling the task interrupts the run."""
+def run_on_worker(words: Sequence[str], python: str, log: Path, threads: int) -> str:
+    """Run a job in a Ray task and return how it ended. Cancelling the task interrupts the run.
+
+    The driver's interpreter, `python`, is replaced by the worker's.
+    """
     here = [sys.executable if word == python else word for word in words]
     try:
-        process = Process(here, log, threads)
+        process = RunProcess(here, log, threads)
     except OSError as error:
         return str(error)
     while True:
@@ -302,7 +308,7 @@ def on_worker(words: Sequence[str], python: str, log: Path, threads: int) -> str
 
 
 def check_reachable(address: str) -> None:
-    """Refuse an address where nothing listens: Ray would try for minutes."""
+    """Raise an error at once if nothing listens at the address: Ray would try for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")

@@ -1,8 +1,8 @@
-"""Many runs: a grid of parameterizations × learning rates × seeds, and which learning rate is best.
+"""Grids of runs: parameterizations × learning rates × seeds, and their execution.
 
-Each run is the command a person would type, executed by the workers of workers.py. What a sweep
-knows of a run is its record: a finished run is not run again, so the same sweep goes on where it
-was stopped.
+Each run is the command a user would type, executed by an executor of executors.py. The state of a
+run is its record: a finished run is not run again, so a sweep that was stopped is resumed by the
+same command.
 """
 
 from __future__ import annotations
@@ -18,25 +18,30 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+from rich.progress import TaskID
 
 from weightnorm import Parameterization
 from weightnorm.lab.errors import ConfigError, RecordError, require
-from weightnorm.lab.runs.config import RunConfig, folder, start_of
-from weightnorm.lab.runs.config import recorded as recorded_config
+from weightnorm.lab.runs.config import RunConfig, folder, preset_of, scientific_fields
+from weightnorm.lab.runs.environment import pick_device
+from weightnorm.lab.runs.progress import ProgressBars
 from weightnorm.lab.runs.records import RunRecord, load_record, read_rows
-from weightnorm.lab.sweeps.executors import POLL_SECONDS, Job, Stop, Task, Workers, workers
-from weightnorm.lab.sweeps.summary import SweepResult, shown, summarize
+from weightnorm.lab.sweeps.executors import (
+    POLL_SECONDS,
+    Executor,
+    Job,
+    StopSignals,
+    Task,
+    make_executor,
+)
+from weightnorm.lab.sweeps.summary import SweepResult, check_metric, format_number
 
 COMMAND = (sys.executable, "-m", "weightnorm", "run")
-LIVE_SECONDS, LINE_SECONDS = 0.5, 60.0
-"""How often the state of the runs is shown in a terminal, and in a pipe."""
-ALWAYS_SAID = ("preset", "learning_rate", "seed")
-"""Fields that a run's command names even where the preset has the same, beside the folders'."""
+LIVE_SECONDS, STATUS_SECONDS = 0.5, 60.0
+"""Time between updates in a terminal, and between status lines elsewhere."""
+EXPLICIT_FIELDS = ("preset", "learning_rate", "seed")
+"""Fields that a run's command states even if they are the preset's, besides `FOLDER_FIELDS`."""
 
 
 # — the grid —
@@ -50,39 +55,43 @@ class Grid:
     base: RunConfig
     parameterizations: Sequence[Parameterization] = tuple(Parameterization)
     learning_rates: Sequence[float] = ()
-    """Empty: for each parameterization, what the paper chose."""
+    """Empty: the preset's learning rate for each parameterization."""
     seeds: Sequence[int] = (1,)
     axes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """More that it ranges over: field → values."""
+    """Further fields to vary: field → values."""
 
     def plan(self, command: Sequence[str] = COMMAND) -> list[Job]:
-        """The runs, seed by seed; ConfigError if one is impossible or two are the same."""
+        """Return the runs, seed by seed. Raises ConfigError if one is invalid or two are equal."""
         require(bool(self.parameterizations), "parameterizations", "empty", "one or more")
         require(bool(self.seeds), "seeds", "empty", "one or more")
         module = importlib.import_module(f"weightnorm.lab.experiments.{self.experiment}")
-        preset = start_of(self.base, module.PRESETS)
+        preset = preset_of(self.base, module.PRESETS)
+        defaults = module.LEARNING_RATES[self.base.preset]
+        compared = ", ".join(map(str, defaults))
+        for how in self.parameterizations:
+            require(how in defaults, "parameterizations", how, f"one or more of {compared}")
         jobs: dict[Path, Job] = {}
         for seed, how, *more in product(self.seeds, self.parameterizations, *self.axes.values()):
             base = replace(self.base, **dict(zip(self.axes, more, strict=True)))
-            for rate in self.learning_rates or [module.LEARNING_RATES[self.base.preset][how]]:
+            for rate in self.learning_rates or [defaults[how]]:
                 config = replace(base, parameterization=how, learning_rate=rate, seed=seed)
                 place = folder(self.experiment, config, module.PRESETS)
                 if place in jobs:
-                    raise ConfigError(f"two runs of the grid are {place}; name each value once")
+                    raise ConfigError(f"two runs of the grid are {place}; give each value once")
                 words = (*command, self.experiment, *flags(config, preset))
                 label = " ".join([*map(str, more), f"{how} lr {rate:g} seed {seed}"])
                 jobs[place] = Job(label, self.experiment, config, words, place)
         return list(jobs.values())
 
-    def anywhere(self) -> Grid:
-        """The same with paths that do not depend on the working directory."""
+    def with_absolute_paths(self) -> Grid:
+        """Return the same grid with paths that do not depend on the working directory."""
         runs, data_dir = self.base.runs, self.base.data_dir
         data_dir = data_dir and data_dir.absolute()
         return replace(self, base=replace(self.base, runs=runs.absolute(), data_dir=data_dir))
 
 
 def flags(config: RunConfig, preset: RunConfig) -> list[str]:
-    """The command-line words that turn a preset into a config.
+    """Return the command-line flags that turn a preset into a config.
 
     >>> flags(RunConfig(seed=2, compile=True), RunConfig())[4:]
     ['--learning-rate', '0.003', '--seed', '2', '--compile']
@@ -90,7 +99,8 @@ def flags(config: RunConfig, preset: RunConfig) -> list[str]:
     words = []
     for name in (f.name for f in dataclasses.fields(config)):
         value, flag = getattr(config, name), name.replace("_", "-")
-        if name not in (*ALWAYS_SAID, *config.PLACE) and value == getattr(preset, name):
+        explicit = name in (*EXPLICIT_FIELDS, *config.FOLDER_FIELDS)
+        if not explicit and value == getattr(preset, name):
             continue
         if isinstance(value, bool):
             words += [f"--{flag}" if value else f"--no-{flag}"]
@@ -111,62 +121,82 @@ def sweep(
     highest: bool = False,
     console: Console | None = None,
     command: Sequence[str] = COMMAND,
-    patience: float = 60.0,
+    grace_seconds: float = 60.0,
 ) -> SweepResult:
-    """Execute what is not finished of a grid: `jobs` runs at a time here, or on each machine of the
-    Ray cluster at the address `cluster` (see workers.Cluster for what its machines share).
+    """Execute the unfinished runs of a grid.
 
-    A run that fails does not stop the others. After Ctrl-C or SIGTERM the runs are asked to save
-    and stop; after another, or when `patience` seconds have passed, they are killed.
+    A run that fails or diverges does not stop the others. After Ctrl-C or SIGTERM the runs are
+    asked to save and stop; after another signal, or after `grace_seconds`, they are killed.
 
-    The `metric` decides which learning rate is best: the lowest, or the `highest`.
+    Args:
+        grid: the runs.
+        jobs: number of processes on this machine, or on each machine of the cluster.
+        cluster: address of a Ray cluster; see `RayExecutor` for what its machines must share.
+        metric: the result that decides which learning rate is best.
+        highest: whether a higher metric is better.
+        console: where progress is shown; standard error by default.
+        command: command line that an experiment's name and flags are appended to.
+        grace_seconds: time that interrupted runs have to save.
     """
     require(jobs >= 1, "jobs", jobs, "1 or more")
-    plan = (grid if cluster is None else grid.anywhere()).plan(command)
-    summarize(map(recorded, plan), metric)  # refuses a metric that finished runs do not have
-    left = deque(job for job in plan if not recorded(job).finished)
-    board = Board(console or Console(stderr=True), len(plan), len(plan) - len(left), metric)
-    failed, interrupted = [], False
+    plan = (grid if cluster is None else grid.with_absolute_paths()).plan(command)
+    if cluster is None:
+        pick_device(grid.base.device)  # raises if this machine does not have it
+    records = [job_record(job) for job in plan]
+    module = importlib.import_module(f"weightnorm.lab.experiments.{grid.experiment}")
+    check_metric(records, metric, (*module.RESULTS, "seconds"))
+    left = deque(job for job, record in zip(plan, records, strict=True) if not record.finished)
+    failed: list[tuple[str, str]] = []
+    interrupted = False
     if left:
-        with workers(jobs, cluster) as crew, Stop(patience) as stop, board:
-            failed = execute(left, crew, stop, board)
-            interrupted = bool(left or board.counts["stopped"])
-    records = [recorded(job) for job in plan]
+        with make_executor(jobs, cluster) as executor, StopSignals(grace_seconds) as stop:
+            progress = SweepProgress(console or Console(stderr=True), records, metric)
+            try:
+                failed = execute(left, executor, stop, progress)
+            finally:
+                progress.close()
+            interrupted = bool(left or progress.counts["stopped"])
+    records = [job_record(job) for job in plan]
     return SweepResult(records, failed, interrupted, metric, highest, tuple(grid.axes))
 
 
-def execute(left: deque[Job], crew: Workers, stop: Stop, board: Board) -> list[tuple[str, str]]:
-    """Hand the jobs out and see them to their end; label and reason of those that failed.
+def execute(
+    left: deque[Job], executor: Executor, stop: StopSignals, progress: SweepProgress
+) -> list[tuple[str, str]]:
+    """Execute the jobs. Returns label and reason of those that failed.
 
-    If asked to stop, what has not been handed out stays in `left`.
+    After a signal, jobs that were not submitted yet stay in `left`.
     """
     failed: list[tuple[str, str]] = []
     running: list[tuple[Job, Task]] = []
 
     def fail(job: Job, reason: str) -> None:
         failed.append((job.label, reason))
-        board.say("failed", job, reason)
+        progress.event("failed", job, reason)
 
     try:
-        while running or (left and not stop.asked):
-            while left and len(running) < crew.slots and not stop.asked:
+        while running or (left and not stop.received):
+            while left and len(running) < executor.slots and not stop.received:
                 job = left.popleft()
                 try:
-                    running.append((job, crew.start(job)))
+                    running.append((job, executor.start(job)))
                 except OSError as error:
                     fail(job, str(error))
-            if stop.pass_on([task for _, task in running]):
-                board.note("stopping: the runs save first; once more to kill them")
+            if stop.forward([task for _, task in running]):
+                progress.print("stopping: the runs save first; repeat to kill them")
             for job, task in [pair for pair in running if pair[1].ended]:
                 running.remove((job, task))
-                if (result := recorded(job).result) is not None:
-                    value = shown(result.get(board.metric))
-                    board.say("done", job, f"{board.metric.replace('_', ' ')} {value}")
-                elif stop.asked:
-                    board.say("stopped", job)
+                record = job_record(job)
+                if record.diverged is not None:
+                    message = str(record.diverged.get("message", ""))
+                    progress.event("diverged", job, message.partition("\n")[0])
+                elif record.finished:
+                    progress.event("done", job, progress.describe(record))
+                elif stop.received:
+                    progress.event("stopped", job)
                 else:
                     fail(job, task.failure)
-            board.show(running)
+            progress.update(running)
             time.sleep(POLL_SECONDS)
     finally:
         for _, task in running:
@@ -174,80 +204,87 @@ def execute(left: deque[Job], crew: Workers, stop: Stop, board: Board) -> list[t
     return failed
 
 
-def recorded(job: Job) -> RunRecord:
-    """The record of a job; an empty one if there is none, or only one of other settings."""
-    settings = recorded_config(job.config)
+def job_record(job: Job) -> RunRecord:
+    """Read the record of a job; an empty one if there is none, or one of other settings."""
+    fields = scientific_fields(job.config)
     try:
         record = load_record(job.folder)
-        if all(record.config.get(name) == value for name, value in settings.items()):
+        if all(record.config.get(name) == value for name, value in fields.items()):
             return record
     except (RecordError, OSError):
-        pass  # the run itself will say what is wrong
-    return RunRecord(job.folder, job.experiment, job.config.preset, settings)
+        pass  # the run itself reports what is wrong
+    return RunRecord(job.folder, job.experiment, job.config.preset, fields)
 
 
 # — on the screen —
 
 
-class Board:
-    """How far a sweep is: a line for each event; below them, in a terminal, the runs at work."""
+class SweepProgress:
+    """Progress of a sweep: a line per event and, in a terminal, a bar per running job."""
 
-    def __init__(self, console: Console, total: int, done: int, metric: str) -> None:
-        self.console, self.total, self.metric = console, total, metric
-        self.counts = Counter(done=done)
-        self.begun: set[Path] = set()
-        live = Live(console=console, auto_refresh=False, transient=True)
-        self.live = live if console.is_terminal else None
-        self.last = time.monotonic()
+    def __init__(self, console: Console, records: Sequence[RunRecord], metric: str) -> None:
+        self.total, self.metric = len(records), metric
+        self.counts: Counter[str] = Counter()
+        self.counts["diverged"] = sum(r.diverged is not None for r in records)
+        self.counts["done"] = sum(r.finished for r in records) - self.counts["diverged"]
+        self.started: set[Path] = set()
+        self._updated = 0.0
+        self._job_bars: dict[Path, TaskID] = {}
+        self._bars = ProgressBars(console, STATUS_SECONDS)
+        finished = self.counts["done"] + self.counts["diverged"]
+        self._total_bar = self._bars.add("runs", self.total, finished)
+        self.print(f"{self.total} runs, {finished} of them finished before")
 
-    def __enter__(self) -> Board:
-        self.note(f"{self.total} runs, {self.counts['done']} of them finished before")
-        if self.live:
-            self.live.start()
-        return self
+    def close(self) -> None:
+        """Remove the bars and print the final counts."""
+        self._bars.close()
+        self.print(self._counts(running=0))
 
-    def __exit__(self, *_: object) -> None:
-        if self.live:
-            self.live.stop()
-        self.note(self._tally(0))
+    def event(self, name: str, job: Job, text: str = "") -> None:
+        """Count and print an event of a job."""
+        self.counts[name] += 1
+        self.print(f"{name:9}{job.label}  {text}".rstrip().replace("\n", "\n         "))
 
-    def say(self, event: str, job: Job, more: str = "") -> None:
-        """Something happened to a run."""
-        self.counts[event] += 1
-        self.note(f"{event:8}{job.label}  {more}".rstrip().replace("\n", "\n        "))
+    def describe(self, record: RunRecord) -> str:
+        """Return the deciding metric of a finished run."""
+        return f"{self.metric.replace('_', ' ')} {format_number(record.final(self.metric))}"
 
-    def show(self, tasks: Sequence[tuple[Job, Task]]) -> None:
-        """The state of those that were handed out."""
+    def update(self, tasks: Sequence[tuple[Job, Task]]) -> None:
+        """Show the state of the submitted jobs."""
         running = [job for job, task in tasks if task.started]
         for job in running:
-            if job.folder not in self.begun:
-                self.begun.add(job.folder)
-                self.say("started", job)
-        if time.monotonic() - self.last < (LIVE_SECONDS if self.live else LINE_SECONDS):
+            if job.folder not in self.started:
+                self.started.add(job.folder)
+                self.event("started", job)
+        if time.monotonic() - self._updated < LIVE_SECONDS:
             return
-        self.last = time.monotonic()
-        tally = self._tally(len(running))
-        if self.live:
-            rows = Table.grid(padding=(0, 2))
-            for job in running:
-                done, total = epochs(job)
-                bar = ProgressBar(total=total, completed=done, width=20)
-                rows.add_row(job.label, bar, f"epoch {done}/{total or '?'}")
-            self.live.update(Group(rows, Text(tally)), refresh=True)
-        else:
-            at = [f"{job.label} at epoch {epochs(job)[0]}" for job in running]
-            self.note(", ".join([tally, *at]))
+        self._updated = time.monotonic()
+        for place in self._job_bars.keys() - {job.folder for job in running}:
+            self._bars.remove(self._job_bars.pop(place))
+        for job in running:
+            done, total = epochs(job)
+            if job.folder not in self._job_bars:
+                self._job_bars[job.folder] = self._bars.add(job.label, total)
+            self._bars.update(self._job_bars[job.folder], done, "epochs")
+        ended = self.counts["done"] + self.counts["diverged"] + self.counts["failed"]
+        self._bars.update(self._total_bar, ended, self._counts(len(running)))
+        self._bars.status(lambda: self._status(running))
 
-    def _tally(self, running: int) -> str:
-        done, failed = self.counts["done"], self.counts["failed"]
-        left = self.total - done - failed - running
-        return f"{done} done · {running} running · {failed} failed · {left} left"
+    def print(self, text: str) -> None:
+        """Print a line."""
+        self._bars.print(text)
 
-    def note(self, text: str) -> None:
-        """A line, as it is."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def _status(self, running: Sequence[Job]) -> str:
+        at = [f"{job.label} at epoch {epochs(job)[0]}" for job in running]
+        return ", ".join([self._counts(len(running)), *at])
+
+    def _counts(self, running: int) -> str:
+        done, diverged, failed = (self.counts[name] for name in ("done", "diverged", "failed"))
+        left = self.total - done - diverged - failed - running
+        lost = f"{diverged} diverged · " if diverged else ""
+        return f"{done} done · {lost}{running} running · {failed} failed · {left} left"
 
 
 def epochs(job: Job) -> tuple[int, int | None]:
-    """How many epochs a run has done, and of how many, if its config says."""
+    """Return how many epochs a run has finished, and of how many, if its config has epochs."""
     return len(read_rows(job.folder / "metrics.jsonl")), getattr(job.config, "epochs", None)

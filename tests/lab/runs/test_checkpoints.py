@@ -1,0 +1,122 @@
+"""Checkpoints: every damaged byte is detected, and an intact generation is never lost."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightnorm.lab.errors import CheckpointError
+from weightnorm.lab.runs.checkpoints import (
+    load_checkpoint,
+    previous,
+    recover_checkpoint,
+    save_checkpoint,
+)
+
+STATE = {"weight": torch.arange(6.0), "epoch": 1, "metrics": [{"loss": 0.5}]}
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Two generations, of epochs 1 and 2."""
+    path = tmp_path / "checkpoint.pt"
+    for epoch in (1, 2):
+        save_checkpoint(path, {**STATE, "epoch": epoch})
+    return path
+
+
+def test_round_trip(path):
+    state = load_checkpoint(path)
+    assert state["epoch"] == 2
+    assert torch.equal(state["weight"], STATE["weight"])
+    assert load_checkpoint(previous(path))["epoch"] == 1
+    assert load_checkpoint(path.with_name("none.pt")) is None
+    assert sorted(os.listdir(path.parent)) == ["checkpoint-previous.pt", "checkpoint.pt"]
+
+
+def test_torch_load_reads_the_file(path):
+    assert torch.load(path, weights_only=True)["epoch"] == 2
+
+
+def test_every_flipped_byte_is_detected(path):
+    content = path.read_bytes()
+    for i in range(len(content)):
+        damaged = bytearray(content)
+        damaged[i] ^= 1 << i % 8
+        path.write_bytes(damaged)
+        assert load_checkpoint(path)["epoch"] == 1, f"byte {i} of {len(content)}"
+
+
+@pytest.mark.parametrize("length", [0, 1, 64, 1000, -64, -1])
+def test_truncated_checkpoint_falls_back(path, length):
+    path.write_bytes(path.read_bytes()[:length])
+    assert load_checkpoint(path)["epoch"] == 1
+
+
+def test_checkpoint_without_digest_is_refused(path):
+    torch.save(STATE, path)
+    assert load_checkpoint(path)["epoch"] == 1
+
+
+def test_all_generations_damaged_is_one_sentence(path):
+    path.write_bytes(b"")
+    previous(path).write_bytes(b"x")
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    message = str(caught.value)
+    assert message.startswith(f"no checkpoint in {path.parent} is intact (checkpoint.pt: its 0 by")
+    assert message.endswith("delete the folder to start over")
+    assert "\n" not in message
+
+
+def test_damaged_generation_never_replaces_the_intact_one(path, monkeypatch):
+    path.write_bytes(b"")
+    recover_checkpoint(path)
+    assert not previous(path).exists()
+    assert load_checkpoint(path)["epoch"] == 1
+
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(path), "replace", killed)  # a kill before the first rename
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(path, STATE)
+    assert load_checkpoint(path)["epoch"] == 1
+
+
+def test_recovery_keeps_intact_files(path):
+    before = path.read_bytes(), previous(path).read_bytes()
+    recover_checkpoint(path)
+    assert (path.read_bytes(), previous(path).read_bytes()) == before
+    previous(path).write_bytes(b"")
+    path.write_bytes(b"")
+    recover_checkpoint(path)
+    assert previous(path).exists()
+
+
+def test_full_disk_keeps_both_generations(path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(path, {**STATE, "epoch": 3})
+    assert [load_checkpoint(p)["epoch"] for p in (path, previous(path))] == [2, 1]
+    assert len(os.listdir(path.parent)) == 2
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/weightnorm-checkpoint-executed",)
+
+
+@given(st.binary(max_size=200) | st.just(pickle.dumps(Evil())))
+def test_arbitrary_content_is_refused_and_not_executed(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("run") / "checkpoint.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError):
+        load_checkpoint(path)
+    assert not os.path.exists("/tmp/weightnorm-checkpoint-executed")

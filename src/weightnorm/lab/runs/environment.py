@@ -41,7 +41,8 @@ def pick_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()
+        if device.type != "cpu":
+            torch.zeros(1, device=device).item()
     except Exception as error:  # torch raises many kinds, depending on the backend
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         raise ConfigError(

@@ -21,7 +21,7 @@ docs: $(READY)
 tour: $(READY)
 	$(BIN)/python examples/tour.py --out out
 
-# The table of docs/conformance.md, written anew.
+# The table of docs/conformance.md.
 conformance: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m conformance --write docs/conformance.md
 

@@ -1,4 +1,4 @@
-"""A suite for weight normalizations of PyTorch layers: every layer × every feature.
+"""Test any implementation of weight normalization in PyTorch: every layer type × every feature.
 
-``python -m conformance`` runs it; docs/conformance.md says how to run it on one of your own.
+``python -m conformance`` runs it; docs/conformance.md describes how to test another one.
 """

@@ -1,4 +1,4 @@
-"""``python -m conformance``: run the suite and print its table."""
+"""``python -m conformance``: run the suite and print a table of the results."""
 
 import argparse
 from importlib import import_module
@@ -27,32 +27,32 @@ def main() -> None:
         nargs="+",
         default=OWN,
         metavar="MODULE:CLASS",
-        help="what to run it on; by default torch's two and this library",
+        help="implementations to test; default: torch's two and this library",
     )
     parser.add_argument(
         "--feature",
         nargs="+",
         choices=[feature.name for feature in FEATURES],
         metavar="NAME",
-        help="only these features, by the names of their functions",
+        help="test only these features, given by function name",
     )
-    parser.add_argument("--why", action="store_true", help="also print what went wrong")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page")
-    words = parser.parse_args()
-    if words.write and words.feature:
-        parser.error("--write puts down the whole table: leave --feature out")
+    parser.add_argument("--errors", action="store_true", help="also print the errors")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table to this page")
+    args = parser.parse_args()
+    if args.write and args.feature:
+        parser.error("--write needs every feature: leave out --feature")
 
-    features = [f for f in FEATURES if words.feature is None or f.name in words.feature]
-    tried = [implementation(path) for path in words.implementation]
-    columns = {one.name: run(one, features) for one in tried}
+    features = [f for f in FEATURES if args.feature is None or f.name in args.feature]
+    tested = [implementation(path) for path in args.implementation]
+    columns = {one.name: run(one, features) for one in tested}
     print(table(features, columns))
-    if words.why:
-        for name, misses in columns.items():
-            for feature, missed in misses.items():
-                for layer, error in missed.items():
+    if args.errors:
+        for name, failures in columns.items():
+            for feature, failed in failures.items():
+                for layer, error in failed.items():
                     print(f"\n{name}, {feature}, {layer}: {type(error).__name__}: {error}")
-    if words.write:
-        write(words.write, table(features, columns))
+    if args.write:
+        write(args.write, table(features, columns))
 
 
 if __name__ == "__main__":

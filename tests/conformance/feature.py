@@ -1,4 +1,4 @@
-"""A feature: what any weight normalization should do; a function that raises where it does not."""
+"""A feature that any weight normalization should have, as a function that raises if it fails."""
 
 import sys
 import warnings
@@ -14,29 +14,29 @@ from zoo import LAYERS
 
 @dataclass(frozen=True)
 class Feature:
-    """A check, and the layers it is tried on."""
+    """A check and the layer types it is run on."""
 
     check: Callable[[Subject], None]
     layers: tuple[str, ...]
-    """The layers of the zoo it is tried on."""
-    without: Collection[str]
-    """Layers that torch itself has no such feature for, normalized or not."""
+    """Names in ``zoo.LAYERS``."""
+    unsupported: Collection[str]
+    """Layer types for which torch lacks the feature even without weight norm."""
 
     @property
     def name(self) -> str:
         return self.check.__name__
 
     @property
-    def says(self) -> str:
-        """One sentence, with the threads where users asked for it."""
+    def description(self) -> str:
+        """One sentence, with links to the issues where users asked for it."""
         return " ".join(self.check.__doc__.split())
 
     @property
     def section(self) -> str:
         return sys.modules[self.check.__module__].__doc__
 
-    def miss(self, implementation: Implementation, layer: str) -> Exception | None:
-        """What goes wrong with this layer, if anything does."""
+    def failure(self, implementation: Implementation, layer: str) -> Exception | None:
+        """Run the check on a layer type; return the exception it raises, if any."""
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -47,7 +47,7 @@ class Feature:
         return None
 
 
-def feature(only: Iterable[str] = LAYERS, without: Collection[str] = ()):
-    """Make a check a feature, tried on the layers named but those it goes `without`."""
-    layers = tuple(name for name in only if name not in without)
-    return lambda check: Feature(check, layers, without)
+def feature(layers: Iterable[str] = LAYERS, unsupported: Collection[str] = ()):
+    """Return a decorator that turns a check into a feature of these layer types."""
+    supported = tuple(name for name in layers if name not in unsupported)
+    return lambda check: Feature(check, supported, unsupported)

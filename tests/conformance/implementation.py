@@ -1,40 +1,41 @@
-"""What the suite asks of a weight normalization, and torch's two."""
+"""The interface that the suite tests, and torch's two implementations."""
 
 from collections.abc import Mapping
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations as torch_parametrizations
+from torch.nn.utils import parametrize
 
 
 class Implementation:
-    """A weight normalization. For another one, derive from this and fill in the first four."""
+    """An implementation of weight normalization. Subclasses define ``name`` and three methods."""
 
     name: str
-    """What the table calls it."""
+    """Heading of its column in the table."""
 
     def apply(self, layer: nn.Module, name: str, **options: int | None) -> nn.Module:
-        """Normalize one weight of a layer. `options` is empty, or says which axis `dim` to keep."""
+        """Normalize one weight of a layer. `options` is empty, or holds the axis `dim` to keep."""
         raise NotImplementedError
 
     def remove(self, layer: nn.Module, name: str) -> object:
-        """Make that weight a plain parameter again, in place."""
+        """Replace that weight by a plain parameter, in place."""
         raise NotImplementedError
 
     def parts(self, layer: nn.Module, name: str) -> tuple[Tensor, Tensor]:
-        """The trained parameters (v, g); g has size 1 along the axes its norm is taken over."""
+        """Return the parameters (v, g); g has size 1 along the axes the norm is taken over."""
         raise NotImplementedError
 
     def weight(self, layer: nn.Module, name: str) -> Tensor:
-        """w as it is now."""
+        """Return the current w."""
         return getattr(layer, name)
 
     def load(self, layer: nn.Module, state: Mapping[str, Tensor]) -> object:
-        """Load a checkpoint from elsewhere."""
+        """Load the state dict of another implementation."""
         return layer.load_state_dict(state)
 
 
 class TorchHook(Implementation):
-    """torch's first: a hook computes the weight before every forward pass."""
+    """``torch.nn.utils.weight_norm``: a hook computes the weight before every forward pass."""
 
     name = "torch, hook"
 
@@ -54,16 +55,16 @@ class TorchHook(Implementation):
 
 
 class TorchParametrization(Implementation):
-    """torch's second: the weight is a property, computed whenever it is read."""
+    """``torch.nn.utils.parametrizations.weight_norm``: the weight is computed when it is read."""
 
     name = "torch, parametrization"
 
     def apply(self, layer, name, **options):
-        return parametrizations.weight_norm(layer, name, **options)
+        return torch_parametrizations.weight_norm(layer, name, **options)
 
     def remove(self, layer, name):
         parametrize.remove_parametrizations(layer, name)
 
     def parts(self, layer, name):
-        originals = layer.parametrizations[name]
-        return originals.original1, originals.original0
+        parametrizations = layer.parametrizations[name]
+        return parametrizations.original1, parametrizations.original0

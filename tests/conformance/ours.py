@@ -1,4 +1,4 @@
-"""This library under the suite."""
+"""This library, as an implementation for the suite."""
 
 import weightnorm
 from conformance.implementation import Implementation

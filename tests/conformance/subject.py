@@ -1,4 +1,4 @@
-"""One implementation on one kind of layer, and what the formula says of it."""
+"""One implementation applied to one layer type, with the formula as a reference."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,14 +12,14 @@ from zoo import Case
 
 @dataclass(frozen=True)
 class Subject:
-    """What a feature is tried on."""
+    """The implementation and the layer type that a feature is tested on."""
 
     implementation: Implementation
     case: Case
 
     @cached_property
     def names(self) -> list[str]:
-        """The layer's own weights: all its parameters but the one-dimensional ones."""
+        """Names of the layer's own weights: its parameters of two or more dimensions."""
         parameters = self.case.make().named_parameters(recurse=False)
         return [name for name, p in parameters if p.ndim > 1]
 
@@ -28,14 +28,14 @@ class Subject:
         return self.case.inputs()
 
     def normalized(self, layer: nn.Module | None = None, **options: int | None) -> nn.Module:
-        """A layer (a fresh one, if none is given) with all its weights normalized."""
+        """Normalize all weights of a layer, by default of a new one."""
         layer = self.case.make() if layer is None else layer
         for name in self.names:
             layer = self.implementation.apply(layer, name, **options)
         return layer
 
     def trained(self, **options: int | None) -> nn.Module:
-        """A normalized layer away from g = ‖v‖, as training leaves it; some g are negative."""
+        """Return a normalized layer with g ≠ ‖v‖, as after training; some g are negative."""
         layer = self.normalized(**options)
         with torch.no_grad():
             for v, g in self.parts(layer):
@@ -52,7 +52,7 @@ class Subject:
         return [self.implementation.parts(layer, name) for name in self.names]
 
     def weights(self, layer: nn.Module) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(w, v, g) of each weight."""
+        """Return (w, v, g) of each weight."""
         read = self.implementation.weight
         return [
             (read(layer, name), *pair)
@@ -63,12 +63,12 @@ class Subject:
         return self.case.run(layer, self.inputs)
 
     def double(self) -> "Subject":
-        """The same in float64, for comparisons that rounding must not blur."""
+        """Return the same in float64, for comparisons without visible rounding."""
         wide = Case(lambda: self.case.make().double(), lambda: _double(self.case.inputs()))
         return Subject(self.implementation, wide)
 
     def oracle(self, layer: nn.Module, leaves: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """What the layer should compute with these (v, g): a plain layer with w = g·v/‖v‖."""
+        """Compute the output of a plain layer whose weights are w = g·v/‖v‖."""
         plain, own = self.case.make(), dict(layer.named_parameters())
         given = {name: own[name] for name, _ in plain.named_parameters() if name in own}
         weights = {name: compose(v, g) for name, (v, g) in zip(self.names, leaves, strict=True)}
@@ -79,7 +79,7 @@ class Subject:
 def compose(v: Tensor, g: Tensor) -> Tensor:
     """w = g·v/‖v‖ (eq. 2), the norm over the axes along which g has size 1.
 
-    Where g has fewer entries along axis 0 than v but more than one, axis 0 of v lies in groups.
+    If g has fewer entries along axis 0 than v but more than one, axis 0 of v is split into groups.
     """
     shape = v.shape
     if g.ndim and g.shape[0] not in (1, v.shape[0]):
@@ -89,14 +89,14 @@ def compose(v: Tensor, g: Tensor) -> Tensor:
 
 
 def units(layer: nn.Module, weight: Tensor) -> Tensor:
-    """The weight as a matrix with one row for each output unit of the layer."""
+    """Return the weight as a matrix with one row for each output unit of the layer."""
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):  # (in, out / groups, …)
         weight = weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
     return weight.flatten(1)
 
 
 def leaves(parts: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """The same values as tensors of their own, to be differentiated by."""
+    """Copy (v, g) to new leaf tensors that require gradients."""
     return [tuple(p.detach().clone().requires_grad_() for p in pair) for pair in parts]
 
 

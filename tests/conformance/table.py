@@ -1,4 +1,4 @@
-"""The suite's outcome as a table: a row a feature, a column an implementation."""
+"""The results as a Markdown table: one row per feature, one column per implementation."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,50 +17,53 @@ REPOSITORIES = {
     "transformers": "huggingface/transformers",
     "waveglow": "NVIDIA/waveglow",
 }
-FEW = 6
+MAX_LISTED = 6
+"""If more layer types fail than this, those that pass are listed instead."""
 
-Misses = Mapping[str, Mapping[str, Exception]]
-"""Feature → layer → what went wrong with it."""
+Failures = Mapping[str, Mapping[str, Exception]]
+"""Feature → layer type → the exception."""
 
 
 def run(implementation: Implementation, features: Sequence[Feature]) -> dict[str, dict]:
-    """Every feature on every layer: what went wrong."""
-    tried = {f.name: {layer: f.miss(implementation, layer) for layer in f.layers} for f in features}
-    return {name: {k: v for k, v in of.items() if v is not None} for name, of in tried.items()}
+    """Test every feature on every layer type; return the failures."""
+    results = {
+        f.name: {layer: f.failure(implementation, layer) for layer in f.layers} for f in features
+    }
+    return {name: {k: v for k, v in of.items() if v is not None} for name, of in results.items()}
 
 
-def table(features: Sequence[Feature], columns: Mapping[str, Misses]) -> str:
-    """Markdown; `columns` by the implementations' names."""
+def table(features: Sequence[Feature], columns: Mapping[str, Failures]) -> str:
+    """Format a Markdown table; `columns` maps the name of an implementation to its failures."""
     lines = [f"torch {release()}:", "", _row("", *columns), "|---" * (1 + len(columns)) + "|"]
     section = None
     for feature in features:
         if feature.section != section:
             section = feature.section
             lines.append(_row(f"**{section}**", *[""] * len(columns)))
-        cells = [cell(feature, misses[feature.name]) for misses in columns.values()]
-        lines.append(_row(_linked(feature.says), *cells))
+        cells = [cell(feature, failures[feature.name]) for failures in columns.values()]
+        lines.append(_row(_linked(feature.description), *cells))
     return "\n".join(lines)
 
 
-def cell(feature: Feature, missed: Mapping[str, Exception]) -> str:
-    """How many layers pass; which, where it depends on the layer."""
-    passed = [layer for layer in feature.layers if layer not in missed]
+def cell(feature: Feature, failed: Mapping[str, Exception]) -> str:
+    """Format how many layer types pass, and which if only some do."""
+    passed = [layer for layer in feature.layers if layer not in failed]
     count = f"{len(passed)}/{len(feature.layers)}"
-    if not missed:
+    if not failed:
         return count
     if not passed:
         return f"**{count}**"
-    which = "not " + ", ".join(missed) if len(missed) <= FEW else "only " + ", ".join(passed)
+    which = "not " + ", ".join(failed) if len(failed) <= MAX_LISTED else "only " + ", ".join(passed)
     return f"**{count}**: {which}"
 
 
 def release() -> str:
-    """The torch this runs on, without the build."""
+    """Return the version of torch without its build tag."""
     return torch.__version__.partition("+")[0]
 
 
 def write(page: Path, text: str) -> None:
-    """Put the table between the page's marks."""
+    """Write the table between the marks of a page."""
     before, rest = page.read_text().split(BEGIN)
     _, after = rest.split(END)
     page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")

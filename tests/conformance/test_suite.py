@@ -1,4 +1,4 @@
-"""The suite itself: every feature can be missed, and what it leaves out it leaves out fairly."""
+"""The suite itself: every feature can fail, and unsupported layer types fail in torch too."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from conformance.features import FEATURES
 from conformance.implementation import Implementation, TorchHook, TorchParametrization
 
 
-class Careless(Implementation):
-    """One norm for all units, taken for a constant and branched on; g = 1; parts kept outside."""
+class Wrong(Implementation):
+    """One norm for all units, detached and branched on; g = 1; v and g are not registered."""
 
     def apply(self, layer, name, **options):
         v = layer._parameters.pop(name)
@@ -26,13 +26,13 @@ class Careless(Implementation):
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
-def test_every_feature_can_be_missed(feature):
-    implementations = (Careless(), TorchHook(), TorchParametrization())
-    assert any(feature.miss(one, "linear") for one in implementations)
+def test_every_feature_can_fail(feature):
+    implementations = (Wrong(), TorchHook(), TorchParametrization())
+    assert any(feature.failure(one, "linear") for one in implementations)
 
 
 class Plain(Implementation):
-    """No weight normalization at all."""
+    """No weight normalization."""
 
     def apply(self, layer, name, **options):
         return layer
@@ -41,13 +41,15 @@ class Plain(Implementation):
         return (layer.get_parameter(name),) * 2
 
 
-LEFT_OUT = [pytest.param(f, layer, id=f"{f.name}-{layer}") for f in FEATURES for layer in f.without]
+UNSUPPORTED = [
+    pytest.param(f, layer, id=f"{f.name}-{layer}") for f in FEATURES for layer in f.unsupported
+]
 
 
-@pytest.mark.parametrize(("feature", "layer"), LEFT_OUT)
-def test_what_is_left_out_fails_without_weight_norm_too(feature, layer):
-    assert isinstance(feature.miss(Plain(), layer), NotImplementedError)
+@pytest.mark.parametrize(("feature", "layer"), UNSUPPORTED)
+def test_unsupported_layers_fail_without_weight_norm(feature, layer):
+    assert isinstance(feature.failure(Plain(), layer), NotImplementedError)
 
 
-def test_features_have_names_of_their_own():
+def test_feature_names_are_unique():
     assert len({feature.name for feature in FEATURES}) == len(FEATURES)

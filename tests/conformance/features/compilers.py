@@ -6,14 +6,13 @@ from torch.testing import assert_close
 from conformance.feature import feature
 from conformance.subject import Subject
 
-# Compiling takes a second a layer: one of each kind.
-KINDS = ("linear", "conv2d", "conv-transpose2d-grouped", "embedding", "lstm-cell", "attention")
+# Compiling takes about a second per layer, so only one of each family is tested.
+FAMILIES = ("linear", "conv2d", "conv-transpose2d-grouped", "embedding", "lstm-cell", "attention")
 
 
-@feature(KINDS)
+@feature(FAMILIES)
 def compiling(subject: Subject):
-    """torch.compile makes one graph of it, forward and backward (pytorch#121304,
-    pytorch#118742)."""
+    """torch.compile captures one graph, forward and backward (pytorch#121304, pytorch#118742)."""
     torch._dynamo.reset()
     layer = subject.trained()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -26,7 +25,7 @@ def compiling(subject: Subject):
     assert_close(*results)
 
 
-@feature([*KINDS, "lstm"])
+@feature([*FAMILIES, "lstm"])
 def exporting(subject: Subject):
     """torch.export."""
     layer = subject.trained().eval()
@@ -35,8 +34,16 @@ def exporting(subject: Subject):
 
 
 @feature()
+def tracing(subject: Subject):
+    """torch.jit.trace, with its own check of the trace."""
+    layer = subject.trained().eval()
+    module = torch.jit.trace(layer, subject.inputs)
+    assert_close(subject.run(module), subject.run(layer))
+
+
+@feature()
 def transforming(subject: Subject):
-    """torch.func: functional_call under vmap and grad."""
+    """torch.func.functional_call under vmap and grad."""
     layers = [subject.trained() for _ in range(2)]
     call = _functional(subject, layers[0])
     stacked = {
@@ -50,9 +57,9 @@ def transforming(subject: Subject):
             assert_close(each[name][i], parameter.grad)
 
 
-@feature(without=["embedding-bag"])
+@feature(unsupported=["embedding-bag"])
 def forward_mode(subject: Subject):
-    """Derivatives in forward mode, by torch.func.jvp."""
+    """Forward-mode derivatives by torch.func.jvp."""
     subject = subject.double()
     layer = subject.trained()
     call = _functional(subject, layer)

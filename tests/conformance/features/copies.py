@@ -18,32 +18,32 @@ def deepcopy(subject: Subject):
     """copy.deepcopy gives an independent layer, before and after a forward pass (pytorch#28594,
     pytorch#69413)."""
     layer = subject.trained()
-    _live_apart(subject, layer, copy.deepcopy(layer))
+    _is_independent(subject, layer, copy.deepcopy(layer))
     subject.run(layer).sum().backward()
-    _live_apart(subject, layer, copy.deepcopy(layer))
+    _is_independent(subject, layer, copy.deepcopy(layer))
 
 
 @feature()
 def removing_from_a_copy(subject: Subject):
-    """Taking it off a copy leaves the original alone."""
+    """Removing weight norm from a copy does not change the original."""
     layer = subject.trained()
-    twin, before = copy.deepcopy(layer), subject.run(layer)
-    subject.remove(twin)
+    duplicate, before = copy.deepcopy(layer), subject.run(layer)
+    subject.remove(duplicate)
     assert torch.equal(subject.run(layer), before)
     _follows_g(subject, layer)
 
 
 @feature()
 def pickling(subject: Subject):
-    """A pickled layer comes back normalized (pytorch#102983)."""
+    """A normalized layer can be pickled and stays normalized (pytorch#102983)."""
     layer = subject.trained()
     subject.run(layer)
-    _live_apart(subject, layer, pickle.loads(pickle.dumps(layer)))
+    _is_independent(subject, layer, pickle.loads(pickle.dumps(layer)))
 
 
 @feature()
 def sending_to_another_process(subject: Subject):
-    """A layer can be sent to another process, as spawn does (pytorch#61470)."""
+    """A layer can be sent to a spawned process (pytorch#61470)."""
     layer = subject.trained()
     subject.run(layer)
     received = pickle.loads(ForkingPickler.dumps(layer))
@@ -52,7 +52,7 @@ def sending_to_another_process(subject: Subject):
 
 @feature()
 def state_dict(subject: Subject):
-    """The state dict goes through a file and back."""
+    """The state dict can be saved to a file and loaded."""
     layer, other, file = subject.trained(), subject.normalized(), io.BytesIO()
     torch.save(layer.state_dict(), file)
     file.seek(0)
@@ -74,7 +74,7 @@ def checkpoints_of_torchs_parametrization(subject: Subject):
 
 @feature()
 def older_keys_through_load_state_dict(subject: Subject):
-    """load_state_dict itself takes the older keys weight_g and weight_v (pytorch#102999)."""
+    """load_state_dict accepts the older keys weight_g and weight_v (pytorch#102999)."""
     source, plain = subject.trained(), subject.case.make()
     state = {n: p for n, p in source.state_dict().items() if n in plain.state_dict()}
     for name, (v, g) in zip(subject.names, subject.parts(source), strict=True):
@@ -86,8 +86,7 @@ def older_keys_through_load_state_dict(subject: Subject):
 
 @feature()
 def meta_device(subject: Subject):
-    """It can be applied on the meta device, and the layer filled from a checkpoint afterwards
-    (pytorch#96409)."""
+    """It can be applied on the meta device, with values loaded afterwards (pytorch#96409)."""
     source = subject.trained()
     for assign in (False, True):
         with torch.device("meta"):
@@ -101,23 +100,23 @@ def meta_device(subject: Subject):
 
 @feature()
 def changing_dtype(subject: Subject):
-    """A normalized layer moves to another dtype."""
+    """A normalized layer can be converted to another dtype."""
     wide = subject.double()
     layer = subject.trained().double()
     assert_close(wide.run(layer), wide.oracle(layer, wide.parts(layer)))
 
 
-def _live_apart(subject: Subject, layer, twin):
-    """The twin computes what the layer does, and changing its g changes it alone."""
+def _is_independent(subject: Subject, layer, duplicate):
+    """The copy gives the same output, and changing its g does not change the original."""
     before = subject.run(layer)
-    assert torch.equal(subject.run(twin), before)
-    _follows_g(subject, twin)
-    assert not torch.equal(subject.run(twin), before)
+    assert torch.equal(subject.run(duplicate), before)
+    _follows_g(subject, duplicate)
+    assert not torch.equal(subject.run(duplicate), before)
     assert torch.equal(subject.run(layer), before)
 
 
 def _follows_g(subject: Subject, layer):
-    """Changing g changes what the layer computes, as the formula says."""
+    """Changing g changes the output as the formula predicts."""
     with torch.no_grad():
         for _, g in subject.parts(layer):
             g.mul_(2)

@@ -9,24 +9,24 @@ from conformance.subject import Subject, flat, leaves
 
 @feature()
 def first_derivatives(subject: Subject):
-    """The gradient reaches every v and g, and is eq. 3."""
-    _agrees_with_the_formula(subject, _gradients)
+    """The gradients of v and g are those of eq. 3."""
+    _matches_the_formula(subject, _gradients)
 
 
-@feature(without=["embedding-bag"])
+@feature(unsupported=["embedding-bag"])
 def second_derivatives(subject: Subject):
-    """Second derivatives, as a gradient penalty takes them."""
+    """Second derivatives, as a gradient penalty needs them."""
 
     def second(out, parts):
         first = _gradients(out, parts, create_graph=True)
         return torch.autograd.grad(sum(grad.sin().sum() for grad in first), parts)
 
-    _agrees_with_the_formula(subject, second)
+    _matches_the_formula(subject, second)
 
 
 @feature()
-def a_step_moves_the_output(subject: Subject):
-    """After a step of SGD the output is the formula's: no stale weight is used (pytorch#65688)."""
+def optimizer_step(subject: Subject):
+    """After a step of SGD the output uses the new v and g (pytorch#65688)."""
     subject = subject.double()
     layer = subject.trained()
     own = leaves(subject.parts(layer))
@@ -39,7 +39,7 @@ def a_step_moves_the_output(subject: Subject):
 
 @feature()
 def freezing_g(subject: Subject):
-    """g can be frozen and v trained."""
+    """g can be frozen while v is trained."""
     layer = subject.trained()
     for _, g in subject.parts(layer):
         g.requires_grad_(False)
@@ -52,8 +52,8 @@ def freezing_g(subject: Subject):
 
 
 @feature()
-def a_frozen_layer_stays_frozen(subject: Subject):
-    """A layer that was frozen stays frozen."""
+def frozen_layer(subject: Subject):
+    """A frozen layer stays frozen."""
     layer = subject.normalized(subject.case.make().requires_grad_(False))
     assert not any(p.requires_grad for p in layer.parameters())
 
@@ -62,7 +62,7 @@ def _gradients(out, parts, create_graph=False):
     return torch.autograd.grad(out.sin().sum(), parts, create_graph=create_graph)
 
 
-def _agrees_with_the_formula(subject, derivatives):
+def _matches_the_formula(subject, derivatives):
     subject = subject.double()
     layer = subject.trained()
     own = leaves(subject.parts(layer))

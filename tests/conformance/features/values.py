@@ -12,8 +12,8 @@ from conformance.subject import Subject, compose, flat, units
 
 
 @feature()
-def applying_changes_nothing(subject: Subject):
-    """Applying it changes nothing the layer computes (flax#4138)."""
+def applying(subject: Subject):
+    """Applying it keeps the output of the layer (flax#4138)."""
     layer = subject.case.make()
     before = subject.run(layer)
     assert_close(subject.run(subject.normalized(layer)), before)
@@ -21,8 +21,8 @@ def applying_changes_nothing(subject: Subject):
 
 @feature()
 def one_g_for_each_output_unit(subject: Subject):
-    """‖w‖ of each output unit is |g|, whatever v; also in transposed convolutions, in groups, in
-    gates (pytorch#7865)."""
+    """‖w‖ of each output unit is |g|, also for transposed and grouped convolutions and gates
+    (pytorch#7865)."""
     layer = subject.trained()
     for w, _, g in subject.weights(layer):
         assert_close(units(layer, w).norm(dim=1), g.abs().flatten())
@@ -46,8 +46,8 @@ def one_g_for_the_whole_tensor(subject: Subject):
 
 
 @feature()
-def a_zero_weight_stays_zero(subject: Subject):
-    """A zero weight stays zero, and its gradients are finite (pytorch#19126, flax#1671)."""
+def zero_weight(subject: Subject):
+    """A zero weight stays zero, with finite gradients (pytorch#19126, flax#1671)."""
     layer = _zeroed(subject)
     before = subject.run(layer)
     layer = subject.normalized(layer)
@@ -58,8 +58,8 @@ def a_zero_weight_stays_zero(subject: Subject):
 
 
 @feature()
-def a_zero_weight_can_learn(subject: Subject):
-    """A zero weight can learn, if the plain one can."""
+def training_a_zero_weight(subject: Subject):
+    """A zero weight can be trained if the plain one can."""
     plain = _zeroed(subject)
     layer = subject.normalized(copy.deepcopy(plain))
     cotangent = torch.randn_like(subject.run(plain))
@@ -72,8 +72,8 @@ def a_zero_weight_can_learn(subject: Subject):
 
 @feature()
 def half_precision(subject: Subject):
-    """In float16 and bfloat16 the weight and its gradients are right to rounding, for long rows and
-    short ones (pytorch#80599, pytorch#107914)."""
+    """In float16 and bfloat16 weight and gradients are correct to rounding, for large and small
+    weights (pytorch#80599, pytorch#107914)."""
     for dtype, size in product((torch.float16, torch.bfloat16), (0.03, 1, 300)):
         layer = subject.case.make().to(dtype)
         for name in subject.names:
@@ -93,7 +93,7 @@ def half_precision(subject: Subject):
 
 @feature()
 def autocast(subject: Subject):
-    """Under autocast to bfloat16 the norm is still taken in float32."""
+    """Under autocast to bfloat16 the norm is computed in float32."""
     layer = subject.trained()
     with torch.autocast("cpu", torch.bfloat16):
         weights = subject.weights(layer)

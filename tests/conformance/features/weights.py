@@ -1,4 +1,4 @@
-"""Taking it off, and writing the weight"""
+"""Removing it, and writing the weight"""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ from conformance.subject import Subject
 
 @feature()
 def removing(subject: Subject):
-    """Taking it off gives a plain layer that computes the same (waveglow#9)."""
+    """Removing it gives a plain layer with the same output (waveglow#9)."""
     layer, plain = subject.trained(), subject.case.make()
     before = subject.run(layer)
     subject.remove(layer)
@@ -26,21 +26,21 @@ def removing(subject: Subject):
 
 @feature()
 def removing_keeps_the_order(subject: Subject):
-    """…with its parameters in the plain layer's order (pytorch#91304)."""
+    """After removal the parameters are in the order of the plain layer (pytorch#91304)."""
     layer = subject.remove(subject.normalized())
     assert list(layer.state_dict()) == list(subject.case.make().state_dict())
 
 
 @feature()
 def removing_then_pickling(subject: Subject):
-    """…that can be pickled (pytorch#137409)."""
+    """After removal the layer can be pickled (pytorch#137409)."""
     layer = subject.remove(subject.normalized())
     assert torch.equal(subject.run(pickle.loads(pickle.dumps(layer))), subject.run(layer))
 
 
 @feature()
 def removing_twice(subject: Subject):
-    """…and doing so again is harmless."""
+    """Removing it twice is not an error."""
     layer = subject.remove(subject.trained())
     before = subject.run(layer)
     assert torch.equal(subject.run(subject.remove(layer)), before)
@@ -48,7 +48,7 @@ def removing_twice(subject: Subject):
 
 @feature()
 def assigning(subject: Subject):
-    """Assigning to the weight sets it, or is refused: it is not lost."""
+    """Assigning to the weight sets it or raises an error; it is not ignored."""
     layer = subject.trained()
     for name, value in _assigned(subject, layer).items():
         assert_close(subject.implementation.weight(layer, name), value)
@@ -56,7 +56,7 @@ def assigning(subject: Subject):
 
 @feature()
 def assigning_copies(subject: Subject):
-    """Training does not write into a tensor that was assigned."""
+    """Training does not modify a tensor that was assigned to the weight."""
     layer = subject.trained()
     values = _assigned(subject, layer)
     before = copy.deepcopy(values)
@@ -67,7 +67,7 @@ def assigning_copies(subject: Subject):
 
 @feature()
 def initializing(subject: Subject):
-    """nn.init on the weight sets it, or is refused: it is not lost (pytorch#180968,
+    """nn.init on the weight sets it or raises an error; it is not ignored (pytorch#180968,
     hifi-gan#145)."""
     layer = subject.trained()
     for name in subject.names:
@@ -80,7 +80,7 @@ def initializing(subject: Subject):
 
 
 def _assigned(subject: Subject, layer: nn.Module) -> dict[str, Tensor]:
-    """What was assigned to the weights that take it."""
+    """Assign to every weight; return the values of those that did not raise."""
     values = {}
     for name in subject.names:
         value = torch.randn_like(subject.implementation.weight(layer, name))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from commands import outcome, run_folder, same, spread, started, wait_for, weightnorm
-from weightnorm import Parameterization, normalized_weights, parts, weight_norm_model
+from weightnorm import Parameterization, normalized_weights, parts
 from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.experiments import draw
 from weightnorm.lab.models.draw import DRAW
@@ -83,10 +83,10 @@ def test_digits_are_binary():
 WINDOWS = ("read_window.weight", "write_window.weight")
 
 
-def small_model(attention=True):
+def small_model(attention=True, initial_g="norm"):
     torch.manual_seed(0)
     model = DRAW(side=6, hidden=5, latent=3, write_size=3, attention=attention)
-    weight_norm_model(model)
+    draw.normalize(model, initial_g)
     return model
 
 
@@ -97,16 +97,15 @@ def norms(model):
 @pytest.mark.parametrize("attention", [True, False])
 @pytest.mark.parametrize("initial_g", ["norm", "one", "one-except-windows"])
 def test_initial_g_has_the_configured_value(initial_g, attention):
-    model = small_model(attention)
-    before = norms(model)
-    draw.set_initial_g(model, initial_g)
+    model = small_model(attention, initial_g)
+    before = norms(small_model(attention))
     assert len(before) == (9 if attention else 7)
     assert set(WINDOWS) <= set(before) or not attention
     for name, (v, g) in normalized_weights(model).items():
         keeps_norm = initial_g == "norm" or (initial_g == "one-except-windows" and name in WINDOWS)
         torch.testing.assert_close(g, before[name] if keeps_norm else torch.ones_like(g))
         torch.testing.assert_close(v.norm(dim=1, keepdim=True), before[name])
-    draw.set_initial_g(model, "one-except-windows")  # the weight follows g
+    model = small_model(attention, "one-except-windows")
     norm = model.decoder.input.weight.norm(dim=1)
     torch.testing.assert_close(norm, torch.ones_like(norm))
 
@@ -116,10 +115,9 @@ def test_initial_g_of_norm_leaves_the_function_unchanged(attention):
     torch.manual_seed(0)
     plain = DRAW(side=6, hidden=5, latent=3, write_size=3, attention=attention)
     normalized = small_model(attention)
-    draw.set_initial_g(normalized, "norm")
     x, noise = torch.rand(4, 36).round(), torch.randn(7, 4, 3)
     torch.testing.assert_close(normalized(x, noise), plain(x, noise))
-    draw.set_initial_g(normalized, "one")
+    normalized = small_model(attention, "one")
     with pytest.raises(AssertionError):
         torch.testing.assert_close(normalized(x, noise), plain(x, noise))
 
@@ -149,7 +147,7 @@ def test_mean_norms_are_over_all_units():
     model = small_model()
     expected = torch.cat([v.flatten() for v in norms(model).values()]).mean().item()
     assert draw.mean_norms(model) == pytest.approx({"w_norm": expected, "v_norm": expected})
-    draw.set_initial_g(model, "one")
+    model = small_model(initial_g="one")
     assert draw.mean_norms(model) == pytest.approx({"w_norm": 1.0, "v_norm": expected})
     with torch.no_grad():
         parts(model.mean).g.fill_(3.0)

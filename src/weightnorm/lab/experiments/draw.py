@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from weightnorm import Parameterization, folded, is_weight_normed, parts, weight_norm_model
+from weightnorm import Parameterization, folded, weight_norm_model
 from weightnorm.diagnostics import unit_weights, weight_norms
 from weightnorm.lab.data import digits, mnist
 from weightnorm.lab.errors import require
@@ -133,8 +133,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
             attention=config.attention,
         )
         if config.parameterization.normalizes_weights:
-            weight_norm_model(model)  # every matrix, with g = ‖v‖
-            set_initial_g(model, config.initial_g)
+            normalize(model, config.initial_g)
         model.to(run.device)
         if config.compile:
             model.compile()
@@ -183,16 +182,12 @@ def load(config: Config) -> tuple[Tensor, Tensor]:
     return train[: config.limit].flatten(1), test.flatten(1)
 
 
-@torch.no_grad()
-def set_initial_g(model: DRAW, initial_g: str) -> None:
-    """Set g of a weight-normalized model as `Config.initial_g` describes."""
-    if initial_g == "norm":
-        return
-    windows = [model.read_window, model.write_window] if model.attention else []
-    for module in model.modules():
-        keeps_norm = initial_g == "one-except-windows" and any(module is m for m in windows)
-        if is_weight_normed(module) and not keeps_norm:
-            parts(module).g.fill_(1.0)
+def normalize(model: DRAW, initial_g: str) -> None:
+    """Normalize every matrix, with the initial g that `Config.initial_g` describes."""
+    if initial_g == "one-except-windows" and model.attention:
+        windows = (model.read_window, model.write_window)
+        weight_norm_model(model, where=lambda _, module: module in windows)
+    weight_norm_model(model, g=None if initial_g == "norm" else 1.0)
 
 
 def mean_norms(model: DRAW) -> dict[str, float]:

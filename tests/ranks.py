@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, as real processes, and collect what they return."""
+"""Run a function on several gloo ranks, one process each, and collect the results."""
 
 import os
 import tempfile
@@ -11,9 +11,9 @@ import torch.multiprocessing as mp
 
 
 def on_ranks(world: int, fn, *args, seconds: float = 300, lost=()):
-    """[fn(rank, *args) for each rank], each in its own process with a gloo group.
+    """Return [fn(rank, *args) for each rank], each run in its own process with a gloo group.
 
-    Ranks in `lost` are expected to die or hang: their result is None.
+    Ranks in `lost` are expected to die or hang; their result is None.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")

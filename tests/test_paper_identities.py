@@ -1,4 +1,4 @@
-"""What the paper states exactly, on real layers: sections 2.1, 2.2 and 4."""
+"""Identities of sections 2.1, 2.2 and 4, tested on real layers."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from zoo import LAYERS
 NAMES = [n for n in LAYERS if not n.startswith("attention")]
 
 
-def trained_parts(layer):
+def parts_and_axes(layer):
     for name in weight_names(layer):
         dim, groups = unit_axis(layer, name)
         yield (*parts(layer, name), dim, groups)
 
 
-def trained_once(name):
-    """A normalized layer in float64 with the gradients of some loss."""
+def after_backward(name):
+    """Return a normalized layer in float64 after one backward pass."""
     case = LAYERS[name]
     layer = weight_norm(case.make().double())
     inputs = torch.utils._pytree.tree_map(
@@ -30,8 +30,8 @@ def trained_once(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_gradient_of_v_is_orthogonal_to_v(name):
-    for v, _, dim, groups in trained_parts(trained_once(name)):
+def test_gradient_of_v_is_orthogonal_to_v(name):
+    for v, _, dim, groups in parts_and_axes(after_backward(name)):
         products = (v * v.grad).unflatten(0, (groups, -1))
         dot = products.sum([d for d in range(products.ndim) if d not in (0, dim + 1)])
         assert dot.abs().max() < 1e-12
@@ -39,19 +39,19 @@ def test_the_gradient_of_v_is_orthogonal_to_v(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_under_gradient_descent_v_grows_by_pythagoras(name):
-    layer, lr = trained_once(name), 0.3
+def test_gradient_descent_grows_v_by_pythagoras(name):
+    layer, lr = after_backward(name), 0.3
     before = [
         (norm(v, dim, groups=groups).detach(), norm(v.grad, dim, groups=groups))
-        for v, _, dim, groups in trained_parts(layer)
+        for v, _, dim, groups in parts_and_axes(layer)
     ]
     torch.optim.SGD(layer.parameters(), lr=lr).step()
-    for (length, step), (v, _, dim, groups) in zip(before, trained_parts(layer), strict=True):
+    for (length, step), (v, _, dim, groups) in zip(before, parts_and_axes(layer), strict=True):
         c = lr * step / length  # ‖Δv‖/‖v‖
         torch.testing.assert_close(norm(v, dim, groups=groups), (1 + c**2).sqrt() * length)
 
 
-def test_the_norm_of_w_is_g_throughout_training():
+def test_norm_of_w_is_g_throughout_training():
     model = nn.Sequential(weight_norm(nn.Linear(4, 8)), nn.Tanh(), weight_norm(nn.Linear(8, 1)))
     step = torch.optim.Adam(model.parameters(), lr=0.1)
     x = torch.randn(16, 4)
@@ -65,13 +65,13 @@ def test_the_norm_of_w_is_g_throughout_training():
 
 
 def whitened(n, k):
-    """A batch with mean exactly 0 and covariance exactly 1."""
+    """Draw a batch with mean exactly 0 and covariance exactly 1."""
     x = torch.randn(n, k, dtype=torch.float64)
     x = x - x.mean(0)
     return x @ torch.linalg.inv(torch.linalg.cholesky(x.T @ x / n)).T
 
 
-def test_on_whitened_inputs_batch_norm_is_weight_norm():
+def test_batch_norm_equals_weight_norm_on_whitened_inputs():
     x = whitened(64, 5).requires_grad_()
     wn = weight_norm(nn.Linear(5, 3, bias=False).double())
     v, g = parts(wn)
@@ -89,18 +89,18 @@ def test_on_whitened_inputs_batch_norm_is_weight_norm():
     torch.testing.assert_close(grad_v, grad_linear)
 
 
-def test_mean_only_batch_norm_centres_the_gradient():
+def test_mean_only_batch_norm_centers_the_gradient():
     layer = mean_only_batch_norm(weight_norm(nn.Conv2d(3, 4, 3)).double())
     x = torch.randn(6, 3, 5, 5, dtype=torch.float64)
     grad = torch.randn(6, 4, 3, 3, dtype=torch.float64)
     layer(x).backward(grad)
     v, g = parts(layer.layer)
-    through_centred = v.grad.clone(), g.grad.clone()
+    through_norm = v.grad.clone(), g.grad.clone()
     v.grad = g.grad = None
     layer.layer(x).backward(grad - grad.mean((0, 2, 3), keepdim=True))  # eq. 8
-    torch.testing.assert_close(through_centred, (v.grad, g.grad))
+    torch.testing.assert_close(through_norm, (v.grad, g.grad))
 
 
-def test_an_examples_output_does_not_depend_on_the_others():
+def test_output_of_an_example_does_not_depend_on_the_others():
     layer, x = weight_norm(nn.Linear(4, 3)), torch.randn(8, 4)
     torch.testing.assert_close(layer(x)[:1], layer(x[:1]))

@@ -1,4 +1,4 @@
-"""The five parameterizations start as one function, and are what they say."""
+"""The five parameterizations compute the same function at first, and normalize as defined."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def draw(w):
 
 
 def deep_net(how):
-    """A deep convolutional net with noise, pooling and dropout, from the same draws each time."""
+    """Build a deep convolutional network with pooling and dropout, always with the same weights."""
     torch.manual_seed(3)
     layers, channels = [], 3
     for width in (12, 12, 12, 24, 24, 24):
@@ -31,7 +31,7 @@ def deep_net(how):
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), parameterize(last, how))
 
 
-def test_all_five_start_as_the_same_function_of_the_init_batch():
+def test_all_five_compute_the_same_function_of_the_init_batch():
     x = 2 * torch.randn(64, 3, 8, 8) + 1
     outputs = {}
     for how in Parameterization:
@@ -56,7 +56,7 @@ def test_all_five_start_as_the_same_function_of_the_init_batch():
         (lambda: nn.ConvTranspose3d(4, 3, 2), (8, 4, 3, 3, 3)),
     ],
 )
-def test_every_layer_in_every_way(how, make, shape):
+def test_every_layer_with_every_parameterization(how, make, shape):
     layer = parameterize(make(), how.value)
     x = torch.randn(shape)
     out = layer(x)
@@ -72,20 +72,20 @@ def test_every_layer_in_every_way(how, make, shape):
     assert all(p.grad is not None for p in layer.parameters())
 
 
-def test_an_unknown_way_is_refused():
+def test_unknown_parameterization_raises():
     with pytest.raises(ValueError, match="layer-norm"):
         parameterize(nn.Linear(2, 2), "layer-norm")
 
 
 @pytest.mark.parametrize("how", [how for how in Parameterization if how.uses_batch])
-def test_recurrent_layers_have_no_batch_statistics(how):
+def test_recurrent_layers_with_batch_statistics_raise(how):
     layer = nn.LSTM(3, 4)
     with pytest.raises(TypeError, match="no batch statistics behind LSTM"):
         parameterize(layer, how)
     assert type(layer) is nn.LSTM
 
 
-def test_names_are_the_papers():
+def test_names():
     assert [str(how) for how in Parameterization] == [
         "standard",
         "batch-norm",

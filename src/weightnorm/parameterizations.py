@@ -1,4 +1,4 @@
-"""The five ways to parameterize a layer that the paper compares (section 5.1)."""
+"""The five parameterizations of a layer that the paper compares (section 5.1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightnorm.reparam import weight_norm
 
 
 class Parameterization(str, Enum):
-    """How a layer's weights are expressed, and its pre-activations normalized."""
+    """Parameterization of a layer's weight and normalization of its pre-activations."""
 
     STANDARD = "standard"
     BATCH_NORM = "batch-norm"
@@ -25,6 +25,7 @@ class Parameterization(str, Enum):
 
     @property
     def normalizes_weights(self) -> bool:
+        """Whether the layer has weight norm."""
         return self in (Parameterization.WEIGHT_NORM, Parameterization.WEIGHT_NORM_MEAN_ONLY)
 
     @property
@@ -36,25 +37,25 @@ class Parameterization(str, Enum):
 def parameterize(
     layer: nn.Module, how: Parameterization | str, *, group: Group = None
 ) -> nn.Module:
-    """One of the five: the layer itself, changed in place, or a module around it.
+    """Apply one of the five parameterizations; return the layer or a module around it.
 
-    After ``data_dependent_init`` on the same weights, all five compute the same function of the
-    init batch in training mode.
+    The layer is changed in place. After ``data_dependent_init`` from the same weights, all five
+    compute the same function of the init batch in training mode.
 
     - standard: w and b, trained directly
     - batch-norm: γ·(t − μ[t])/σ[t] + β over t = w·x, with the paper's ε = 10⁻⁶
     - weight-norm: w = g·v/‖v‖
     - mean-only-batch-norm: t − μ[t] + b
-    - weight-norm-mean-only: both of the latter
+    - weight-norm-mean-only: both of the last two
 
-    With a process `group`, batch statistics are those of all its ranks together.
+    With a process `group`, batch statistics are taken over all its ranks.
 
     >>> [type(part).__name__ for part in parameterize(nn.Linear(2, 3), "batch-norm")]
     ['Linear', 'BatchNorm1d']
     """
     how = Parameterization(how)
     if how.uses_batch:
-        norm_rank(layer)  # refuses a layer that has no batch statistics, before anything changes
+        norm_rank(layer)  # raises for layers without batch statistics, before anything changes
     if how.normalizes_weights:
         weight_norm(layer)
     if how is Parameterization.BATCH_NORM:
@@ -63,7 +64,7 @@ def parameterize(
 
 
 def _batch_norm(layer: nn.Module, group: Group) -> nn.Module:
-    """Full batch normalization behind the layer; β takes the place of its bias."""
+    """Return the layer followed by batch normalization, whose β replaces the layer's bias."""
     cls = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[norm_rank(layer)]
     layer.register_parameter("bias", None)
     weight = layer.get_parameter("weight")

@@ -5,11 +5,20 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from threads import in_threads
-from weightnorm import batched_weights, remove_weight_norm, weight_norm, weight_norm_model
+from weightnorm import (
+    batched_weights,
+    batching,
+    kernels,
+    parts,
+    remove_weight_norm,
+    weight_norm,
+    weight_norm_model,
+)
 from weightnorm.batching import MAX_ELEMENTS
 from zoo import every_layer
 
@@ -54,6 +63,45 @@ def test_output_and_gradients_match():
     torch.testing.assert_close(
         gradients(net, x, batched_weights(net)), expected, rtol=1e-12, atol=0
     )
+
+
+def test_accelerator_path_matches(monkeypatch):
+    """There, weights of several shapes are concatenated flat."""
+    flat = []
+    compute = kernels.fused_flat
+    monkeypatch.setattr(kernels, "fused_flat", lambda **kw: flat.append(kw) or compute(**kw))
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(4, 4, 2 * k + 1, padding=k) for k in (0, 1, 2, 1, 0)]
+    net = nn.Sequential(*layers, nn.ConvTranspose1d(4, 4, 1), nn.ConvTranspose1d(4, 4, 1)).double()
+    weight_norm_model(net)
+    parts(net[1]).v.data[2] = 0.0  # a zero row
+    x = torch.randn(2, 4, 7, dtype=torch.float64)
+    expected = gradients(net, x, unbatched())
+    with kernels.assume_accelerator():
+        got = gradients(net, x, batched_weights(net))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert [kw["rows"].lengths for kw in flat] == [(4, 12, 20)]
+
+
+def test_accelerator_path_has_second_derivatives():
+    v, g = torch.randn(20, dtype=torch.float64), torch.randn(5, 1, dtype=torch.float64)
+    rows = kernels.flat_rows([2, 3], [4, 4], v.device)
+
+    def function(v, g):
+        return kernels.fused_flat(v, g, rows)
+
+    inputs = v.requires_grad_(), g.requires_grad_()
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs)
+
+
+def test_accelerator_path_batches_the_smallest_weights_up_to_a_size(monkeypatch):
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)], nn.Linear(4, 400))
+    weight_norm_model(net)
+    monkeypatch.setattr(batching, "MAX_BYTES", 3 * 16 * 4)
+    with kernels.assume_accelerator():
+        (batch,) = batching._batches_of(net)
+    assert [weight.path for weight in batch.weights] == ["0.weight", "1.weight", "2.weight"]
 
 
 @every_layer

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weightnorm import kernels
 from weightnorm.dtensor import is_sharded
@@ -24,7 +24,10 @@ from weightnorm.parametrization import (
 )
 
 MAX_ELEMENTS = 2**15
-"""Largest weight that is batched: up to this size, call overhead exceeds copy cost on a CPU."""
+"""Largest weight that is batched on a CPU: up to this size, call overhead exceeds copy cost."""
+MAX_BYTES = 2**26
+"""Size of all weights together that are batched on an accelerator, the smallest first: a copy
+costs little there, but takes memory until the backward pass."""
 
 
 def batched_weights(model: nn.Module) -> BatchedWeights:
@@ -90,10 +93,26 @@ class BatchedWeights(AbstractContextManager[None]):
 def _batches_of(model: nn.Module) -> list[_Batch]:
     """Group the weights of a model that can be computed in one call."""
     by_key: dict[Hashable, dict[int, NormalizedWeight]] = defaultdict(dict)
-    for weight in find_normalized(model):
-        if _is_batchable(weight):  # tied weights share their parametrizations: once is enough
-            by_key[_batch_key(weight)][id(weight.parametrizations)] = weight
-    return [_Batch([*weights.values()]) for weights in by_key.values() if len(weights) > 1]
+    found = [weight for weight in find_normalized(model) if _is_batchable(weight)]
+    for weight in _worth_copying(
+        found
+    ):  # tied weights share their parametrizations: once is enough
+        by_key[_batch_key(weight)][id(weight.parametrizations)] = weight
+    batches = (sorted(weights.values(), key=_row_length) for weights in by_key.values())
+    return [_Batch(weights) for weights in batches if len(weights) > 1]
+
+
+def _worth_copying(weights: list[NormalizedWeight]) -> list[NormalizedWeight]:
+    """Those for which launching kernels one by one costs more than copying."""
+    chosen, left = [], MAX_BYTES
+    for weight in sorted(weights, key=lambda weight: weight.stored.v.numel()):
+        v = weight.stored.v
+        if kernels.on_accelerator(v):
+            left -= v.numel() * v.element_size()
+            chosen += [weight] if left >= 0 else []
+        elif v.numel() <= MAX_ELEMENTS:
+            chosen.append(weight)
+    return chosen
 
 
 class _Batch:
@@ -101,7 +120,8 @@ class _Batch:
 
     If the kept axis is 0, the units of all of them lie along axis 0 of the concatenation. Otherwise
     the concatenation is a weight with the groups of all of them, as a grouped transposed
-    convolution has.
+    convolution has. On an accelerator, weights with kept axis 0 need not have the same shape: they
+    are concatenated flat.
     """
 
     def __init__(self, weights: list[NormalizedWeight]) -> None:
@@ -110,6 +130,12 @@ class _Batch:
         self.weight_norm: WeightNorm = weights[0].parametrization
         self.groups = sum(w.parametrization.groups for w in weights) if self.weight_norm.dim else 1
         self.key = _tensor_types(self.parametrizations[0])
+        self.rows: kernels.Rows | None = None
+        if _is_flat(weights[0]):
+            rows: dict[int, int] = defaultdict(int)  # how many of each length, ascending
+            for weight in weights:
+                rows[_row_length(weight)] += weight.stored.v.shape[0]
+            self.rows = kernels.flat_rows([*rows.values()], [*rows], self.key[2])
 
     def is_current(self) -> bool:
         """Whether these are still the parametrizations of their modules, of one type of tensor."""
@@ -132,20 +158,32 @@ class _Batch:
         g = [each._parameters["original0"] for each in self.parametrizations]
         if any(map(is_sharded, v)):
             return
-        w = kernels.compose(
-            v=torch.cat(v),
-            g=self.weight_norm.length(torch.cat(g)),
-            dim=self.weight_norm.dim,
-            groups=self.groups,
+        for each, weight in zip(self.parametrizations, self._computed(v, g), strict=True):
+            cache_weight(each, weight)
+
+    def _computed(self, v: list[Tensor], g: list[Tensor]) -> list[Tensor]:
+        if self.rows is None:
+            w = kernels.compose(
+                v=torch.cat(v),
+                g=self.weight_norm.length(torch.cat(g)),
+                dim=self.weight_norm.dim,
+                groups=self.groups,
+                eps=self.weight_norm.eps,
+            )
+            return [*w.split([part.shape[0] for part in v])]
+        lengths = self.weight_norm.length(torch.cat([part.flatten() for part in g]))
+        flat = kernels.fused_flat(
+            v=torch.cat([part.flatten() for part in v]),
+            g=lengths.unsqueeze(1),
+            rows=self.rows,
             eps=self.weight_norm.eps,
         )
-        rows = [part.shape[0] for part in v]
-        for parametrizations, weight in zip(self.parametrizations, w.split(rows), strict=True):
-            cache_weight(parametrizations, weight)
+        pieces = flat.split([part.numel() for part in v])
+        return [piece.view_as(part) for piece, part in zip(pieces, v, strict=True)]
 
 
 def _is_batchable(weight: NormalizedWeight) -> bool:
-    """Whether call overhead exceeds copy cost for this weight, and it can be batched."""
+    """Whether this weight can be computed together with others."""
     weight_norm, parametrizations = weight.parametrization, weight.parametrizations
     return (
         isinstance(weight_norm, WeightNorm)
@@ -153,7 +191,6 @@ def _is_batchable(weight: NormalizedWeight) -> bool:
         and len(parametrizations) == 1
         and weight_norm.mask is None
         and weight_norm.dim is not None
-        and weight.stored.v.numel() <= MAX_ELEMENTS
     )
 
 
@@ -163,7 +200,25 @@ def _batch_key(weight: NormalizedWeight) -> Hashable:
     rows = None if weight_norm.dim == 0 else v.shape[0] // weight_norm.groups
     requires_grad = v.requires_grad, g.requires_grad
     settings = weight_norm.dim, weight_norm.scale, weight_norm.eps
-    return settings, rows, v.shape[1:], requires_grad, _tensor_types(weight.parametrizations)
+    shape = None if _is_flat(weight) else (rows, v.shape[1:])
+    return settings, shape, requires_grad, _tensor_types(weight.parametrizations)
+
+
+def _is_flat(weight: NormalizedWeight) -> bool:
+    """Whether this weight can be concatenated with weights of other shapes."""
+    v, g = weight.stored
+    return (
+        weight.parametrization.dim == 0
+        and v.numel() > 0
+        and v.dtype is g.dtype
+        and kernels.on_accelerator(v)
+        and kernels.is_differentiated_by_autograd(v)
+        and kernels.has_fused_kernel(v.device.type)
+    )
+
+
+def _row_length(weight: NormalizedWeight) -> int:
+    return weight.stored.v[0].numel()
 
 
 def _tensor_types(parametrizations: Any) -> tuple[torch.dtype, torch.dtype, torch.device]:

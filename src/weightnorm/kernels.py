@@ -1,10 +1,11 @@
-"""Compute w = g·v/‖v‖: one formula in four forms, chosen by device and layout.
+"""Compute w = g·v/‖v‖: one formula in five forms, chosen by device and layout.
 
 - ``formula``: plain differentiable operations. Any layout, traceable, any order of derivative.
 - ``fused``: torch's fused kernel on a CPU, where the kept axis is the first, the second of a
   matrix, or, for a small weight, moved to the front by a copy.
 - ``fused_rows``: torch's fused kernel on an accelerator, for any axis: one launch forward and one
   backward, three more for zero rows, and nothing is read back from the device.
+- ``fused_flat``: the same for many weights of several shapes at once, for ``batched_weights``.
 - ``closed_form``: eq. 3 as the backward pass, keeping only v, g and 1/‖v‖. Everything else.
 
 ``compose`` picks one. All agree to rounding, and on zero rows:
@@ -28,10 +29,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,6 +232,80 @@ def fused_rows(v: Tensor, g: Tensor, dim: int, groups: int = 1, eps: float = EPS
 
 def _rows(v: Tensor, g: Tensor, dim: int, eps: float) -> Tensor:
     w: Tensor = _FusedRows.apply(v, g, dim, eps)
+    return w
+
+
+class Rows(NamedTuple):
+    """Which rows a flat tensor holds, one after the other."""
+
+    counts: tuple[int, ...]
+    """Numbers of rows of equal length."""
+    lengths: tuple[int, ...]
+    """Their lengths."""
+    row_of: Tensor
+    """The row of every element."""
+
+
+def flat_rows(counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Rows:
+    """Describe a flat tensor that holds `counts[i]` rows of `lengths[i]` elements for each i."""
+    each = [n for count, n in zip(counts, lengths, strict=True) for _ in range(count)]
+    row_of = torch.arange(len(each), dtype=torch.int32).repeat_interleave(torch.tensor(each))
+    return Rows(tuple(counts), tuple(lengths), row_of.to(device))
+
+
+class _FusedFlat(torch.autograd.Function):
+    """w = g·v/‖v‖ of many rows of several lengths: one fused kernel for each length.
+
+    Zero rows as in _FusedRows, for all lengths together.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, g: Tensor, rows: Rows, eps: float) -> Tensor:
+        pieces = [
+            torch._weight_norm_interface(v_rows, g_rows, 0)
+            for v_rows, g_rows in zip(_matrices(v, rows), g.split(rows.counts), strict=True)
+        ]
+        w = torch.cat([piece.flatten() for piece, _ in pieces])
+        norm = torch.cat([norm for _, norm in pieces])  # (rows, 1)
+        zero = norm <= eps
+        w.masked_fill_(zero.flatten().index_select(0, rows.row_of), 0.0)
+        norm.masked_fill_(zero, math.inf)
+        ctx.save_for_backward(v, g, norm)
+        ctx.rows, ctx.eps = rows, eps
+        return w
+
+    @staticmethod
+    def backward(ctx: Any, grad_w: Tensor) -> tuple[Tensor | None, ...]:
+        v, g, norm = ctx.saved_tensors
+        rows, counts = ctx.rows, ctx.rows.counts
+        kernel = torch.ops.aten._weight_norm_interface_backward
+        pieces = zip(
+            *(_matrices(x, rows) for x in (grad_w.contiguous(), v)),
+            *(x.split(counts) for x in (g, norm)),
+            strict=True,
+        )
+        grads: list[Any]
+        if torch.is_grad_enabled():
+            grads = [
+                _differentiable(v_, g_, 0, ctx.eps, (g_, g_), grad_) for grad_, v_, g_, _ in pieces
+            ]
+        else:
+            grads = [kernel(grad_, v_, g_, norm_, 0) for grad_, v_, g_, norm_ in pieces]
+        grad_v = torch.cat([of_v.flatten() for of_v, _ in grads])
+        return grad_v, torch.cat([of_g for _, of_g in grads]), None, None
+
+
+def _matrices(x: Tensor, rows: Rows) -> list[Tensor]:
+    """A flat tensor as one matrix for each length of rows."""
+    counts, lengths = rows.counts, rows.lengths
+    sizes = [count * length for count, length in zip(counts, lengths, strict=True)]
+    pieces = zip(x.split(sizes), counts, lengths, strict=True)
+    return [piece.view(count, length) for piece, count, length in pieces]
+
+
+def fused_flat(v: Tensor, g: Tensor, rows: Rows, eps: float = EPS) -> Tensor:
+    """w = g·v/‖v‖ row by row, for v and w flat and g of shape (rows, 1), by torch's fused pair."""
+    w: Tensor = _FusedFlat.apply(v, g, rows, eps)
     return w
 
 

@@ -1,6 +1,7 @@
-"""A trained model leaves torch: ONNX, as it is or folded, and int8 after folding."""
+"""Deployment of trained models: ONNX with and without folding, int8 after folding, adapters."""
 
 import copy
+from collections import OrderedDict
 
 import onnxruntime
 import pytest
@@ -20,9 +21,9 @@ from weightnorm import (
 from zoo import LAYERS, Case, Vector, trained_network
 
 pytestmark = [
-    pytest.mark.xdist_group("deployment"),  # the exporter and its runtime start once
+    pytest.mark.xdist_group("deployment"),  # in one worker, so that the exporter is loaded once
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
-    # torch's recurrent layers, plain ones too, keep a list of their weights.
+    # torch's plain recurrent layers hold a list of their weights, which the exporter warns about.
     pytest.mark.filterwarnings("ignore:The tensor attributes self.*_flat_weights:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning"),
 ]
@@ -35,10 +36,10 @@ CASES = {
     },
     "log": Case(lambda: weight_norm(nn.Linear(3, 4), scale="log"), lambda: (torch.randn(2, 3),)),
     "masked": Case(
-        lambda: weight_norm(nn.Linear(3, 3), mask=torch.ones(3, 3).tril(-1)),  # and a zero row
+        lambda: weight_norm(nn.Linear(3, 3), mask=torch.ones(3, 3).tril(-1)),  # row 0 is zero
         lambda: (torch.randn(2, 3),),
     ),
-    # torch's own weight norm comes out wrong for these (pytorch#191749).
+    # torch's own weight norm is exported incorrectly for these (pytorch#191749).
     "vector": Case(lambda: weight_norm(Vector(), dim=0), lambda: (torch.randn(2, 5),)),
     "vector-one-g": Case(lambda: weight_norm(Vector(), dim=None), lambda: (torch.randn(2, 5),)),
     "network": Case(trained_network, lambda: (torch.randn(2, 3, 8, 8),)),
@@ -46,11 +47,11 @@ CASES = {
 
 
 NORM = {"ReduceL2", "Reciprocal", "Where"}
-"""Operations of w = g·v/‖v‖ that no layer here has of its own."""
+"""Operations of w = g·v/‖v‖ that none of the plain layers contains."""
 
 
 class Everything(nn.Module):
-    """All cases in one graph: exporting has a price by the graph, not by the layer."""
+    """All cases in one graph, since the cost of exporting is per graph."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +63,7 @@ class Everything(nn.Module):
 
 
 class Exported:
-    """A model as ONNX: what its graph consists of, and what onnxruntime computes with it."""
+    """A model exported to ONNX: the operations and tensors of its graph, and its outputs."""
 
     def __init__(self, model, inputs):
         program = torch.onnx.export(model, inputs, dynamo=True, optimize=False, verbose=False)
@@ -112,7 +113,7 @@ def test_onnx_folded(everything):
 
 
 class Reader(nn.Module):
-    """Every kind of layer that torch's dynamic quantization knows."""
+    """Layers of every type that torch's dynamic quantization supports."""
 
     def __init__(self):
         super().__init__()
@@ -180,3 +181,36 @@ def test_int8_after_folding(quantized, make, shape, refusal):
 def test_quantizers_refuse_without_folding(quantized, make, shape, refusal):
     with pytest.raises((AssertionError, KeyError), match=refusal):
         quantized(normalized(make))
+
+
+def adapted(model):
+    """Add adapters that change the output."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["first", "last"], r=2, init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval()
+
+
+def two_layers():
+    layers = {"first": nn.Linear(8, 8), "activation": nn.ReLU(), "last": nn.Linear(8, 4)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+@torch.no_grad()
+def test_peft_adapters_are_merged_after_removing_weight_norm():
+    x = torch.randn(3, 8)
+    model = adapted(normalized(two_layers))
+    expected = model(x)
+    assert len(remove_weight_norm(model)) == 2
+    merged = model.merge_and_unload()
+    assert type(merged.first) is nn.Linear
+    torch.testing.assert_close(merged(x), expected)
+
+
+@torch.no_grad()
+def test_peft_adapters_are_lost_if_merged_into_normalized_layers():
+    """peft writes to ``weight.data``. If this fails, remove the warning in docs/deployment.md."""
+    model, x = normalized(two_layers), torch.randn(3, 8)
+    without = model(x)
+    model = adapted(model)
+    assert not torch.allclose(model(x), without)
+    torch.testing.assert_close(model.merge_and_unload()(x), without)

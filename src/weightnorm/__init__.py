@@ -1,4 +1,24 @@
+# ruff: noqa: E402
 """Weight normalization for PyTorch, after Salimans & Kingma (2016)."""
+
+import os
+import signal
+import sys
+from multiprocessing import parent_process
+
+
+def _exit_on_interrupt(*_: object) -> None:
+    os._exit(130)
+
+
+# The command line (`python -m weightnorm` or the script) imports torch here, which takes seconds.
+# Until it handles Ctrl-C itself, Ctrl-C ends the process without a traceback.
+if (
+    os.path.basename((getattr(sys, "argv", None) or [""])[0]) in ("-m", "weightnorm")
+    and parent_process() is None
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    signal.signal(signal.SIGINT, _exit_on_interrupt)
 
 from weightnorm import diagnostics, functional
 from weightnorm.batching import batched_weights

@@ -324,6 +324,12 @@ if behaviour == "die":
     os.kill(os.getpid(), signal.SIGKILL)
 if behaviour == "silent":
     sys.exit(0)
+if behaviour == "diverge":
+    head = {"experiment": "classify", "preset": "demo", "config": job["config"]}
+    (folder / "config.json").write_text(json.dumps(head))
+    place = {"epoch": 1, "step": 4, "message": "diverged at epoch 1, step 4: loss nan.\\nMore"}
+    (folder / "result.json").write_text(json.dumps({"test_error": None, "diverged": place}))
+    sys.exit(1)
 lost = folder / "lost"
 if behaviour == "lose worker" or (behaviour == "lose worker once" and not lost.exists()):
     lost.touch()
@@ -464,6 +470,23 @@ def test_failed_run_does_not_stop_the_others(tmp_path, place):
         assert line in text
     (cell,) = summarize(result.records)
     assert (cell.n, cell.unfinished) == (2, 3)
+
+
+def test_diverged_run_is_neither_done_nor_failed(tmp_path, place):
+    three = grid(tmp_path, 1, 2, rates=(0.003, 0.01))
+    stub = StubRuns(place, three, seed_2="diverge")
+    for start in ("4 runs, 0 of them finished before", "4 runs, 4 of them finished before"):
+        result, text = run_sweep(three, stub)
+        assert (result.failed, result.interrupted) == ([], False)
+        assert [r.diverged is not None for r in result.records] == [False, False, True, True]
+        cells = summarize(result.records)
+        assert [(c.n, c.diverged, c.unfinished) for c in cells] == [(1, 1, 0), (1, 1, 0)]
+        if "0 of them" in start:
+            assert text.startswith(start)
+            line = "diverged weight-norm lr 0.003 seed 2  diverged at epoch 1, step 4: loss nan.\n"
+            assert line in text
+            assert "2 done · 2 diverged · 0 running · 0 failed · 0 left" in text
+    assert stub.seeds("started") == [1, 1, 2, 2]  # not repeated
 
 
 def test_log_has_every_start_and_failure_only_the_last(tmp_path, place):

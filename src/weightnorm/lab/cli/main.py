@@ -1,16 +1,21 @@
 """The command line: imports the module of a verb, runs it, and turns errors into exit codes.
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 slower than before (bench --compare), 130 interrupted.
+A `run` that diverged has failed, also when the command is repeated; a `sweep` with diverged runs
+has not.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
+from weightnorm import _exit_on_interrupt
 from weightnorm.lab.cli.verbs import VERBS
 from weightnorm.lab.errors import Interrupted, LabError, nearest, printable
 
@@ -33,6 +38,12 @@ def main(words: Sequence[str]) -> int:
     except LabError as error:
         _print_error(f"{'error' if error.exit_code == 2 else 'failed'}: {error}")
         return error.exit_code
+    except BrokenPipeError:  # standard output was closed, as by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a folder that cannot be made, a full disk
+        _print_error(f"failed: {error}")
+        return 1
     except KeyboardInterrupt:
         return Interrupted.exit_code
 
@@ -40,7 +51,10 @@ def main(words: Sequence[str]) -> int:
 def _run(name: str, words: list[str]) -> int:
     verb = VERBS[name]
     try:
-        code: int = import_module(verb.module).main(words)
+        module = import_module(verb.module)
+        if signal.getsignal(signal.SIGINT) is _exit_on_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code: int = module.main(words)
     except ModuleNotFoundError as error:
         if (error.name or "weightnorm").partition(".")[0] == "weightnorm":
             raise

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weightnorm import is_weight_normed
-from weightnorm.lab.errors import ConfigError, DataError
+from weightnorm.lab.errors import ConfigError, DataError, Diverged
 from weightnorm.lab.experiments import dqn
 from weightnorm.lab.experiments.dqn import Agent, epsilon, td_targets
 from weightnorm.lab.rl import episodes
@@ -239,7 +239,13 @@ class Lives(Corridor):
 
 def test_lost_life_is_terminal_in_training_only(config, monkeypatch):
     kept = []
-    monkeypatch.setattr(ReplayBuffer, "discard", lambda self: kept.append(self))
+    append_frame = ReplayBuffer.append_frame
+
+    def keep(self, frame):
+        kept[:] = [self]
+        append_frame(self, frame)
+
+    monkeypatch.setattr(ReplayBuffer, "append_frame", keep)
     record = dqn.run(
         replace(config, epochs=1, train_steps=36, replay_start=12, test_steps=20), game=Lives
     )
@@ -320,6 +326,15 @@ def test_finished_run_deletes_a_leftover_replay_file(config):
     (record.folder / "replay.bin").write_bytes(b"left by a kill between finish and delete")
     assert dqn.run(config, game=Corridor).result == record.result
     assert not list(record.folder.glob("replay*"))
+
+
+def test_diverged_run_deletes_the_replay_file(config):
+    config = replace(config, learning_rate=1e38)
+    for _ in range(2):  # and raises again when it is started again
+        with pytest.raises(Diverged):
+            dqn.run(config, game=Corridor)
+        assert list(config.runs.rglob("result.json"))
+        assert not list(config.runs.rglob("replay*"))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "changed", "missing"])

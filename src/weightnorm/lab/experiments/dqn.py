@@ -8,12 +8,14 @@ See docs/experiments/dqn.md for the deviations from the paper and the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -163,16 +165,14 @@ def run(
     config: Config, console: Console | None = None, game: Callable[[str], Game] = Atari
 ) -> RunRecord:
     """Train and evaluate one agent, and return its record."""
-    with Run(NAME, config, PRESETS, console, RESULTS) as run:
-        replay_file = run.folder / "replay.bin"
+    with Run(NAME, config, PRESETS, console, RESULTS) as run, replay_file(run) as path:
         if (record := run.finished) is not None:
-            replay_file.unlink(missing_ok=True)  # the run was killed just before it deleted it
             return record
         ranks = run.ranks.world
         require(ranks == 1, "ranks", ranks, "1: DQN is one process; run seeds with sweep --jobs")
         player, evaluator = Player(game(config.game)), Evaluator(game(config.game))
         shape, pin, baseline = player.game.shape, run.device.type == "cuda", InitialBaseline()
-        replay = ReplayBuffer(replay_file, config.replay_size, shape, pin=pin)
+        replay = ReplayBuffer(path, config.replay_size, shape, pin=pin)
         agent = Agent(config, player.game, run.device)
         states = {"model": agent.model, "target": agent.target, "optimizer": agent.optimizer}
         states |= {"replay": replay, "player": player, "evaluator": evaluator, "baseline": baseline}
@@ -204,9 +204,21 @@ def run(
         run.save_arrays("game", frames=record_episode(agent.actor, evaluator, config.test_epsilon))
         best = max(row["score"] for row in run.metrics)
         last = {name: run.last[name] for name in ("score", "mean_q")}
-        record = run.finish({"best_score": best, **last, "random_score": baseline.score})
-        replay.discard()
-        return record
+        return run.finish({"best_score": best, **last, "random_score": baseline.score})
+
+
+@contextmanager
+def replay_file(run: Run) -> Iterator[Path]:
+    """Provide the path of the replay file, and delete the file if the run has a result.
+
+    The result may be from an earlier process, killed before it deleted the file.
+    """
+    path = run.folder / "replay.bin"
+    try:
+        yield path
+    finally:
+        if (run.folder / "result.json").exists():
+            path.unlink(missing_ok=True)
 
 
 class Agent:

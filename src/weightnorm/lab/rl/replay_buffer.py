@@ -154,7 +154,7 @@ class ReplayBuffer:
         """
         way_out = "delete the run's folder to start over"
         if self._created:
-            self.discard()
+            self.path.unlink()
             raise DataError(f"{self.path} is missing; {way_out}")
         self.steps = state["steps"]
         first = self._first_needed()
@@ -179,10 +179,6 @@ class ReplayBuffer:
     def _checksum(self) -> int:
         times = np.arange(max(self._first_needed(), 0), self.steps + 1)
         return crc32(self._checksums[times % self.slots].tobytes())
-
-    def discard(self) -> None:
-        """Delete the file."""
-        self.path.unlink(missing_ok=True)
 
 
 def _packed(reward: float, action: int, terminal: bool) -> bytes:

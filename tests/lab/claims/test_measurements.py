@@ -159,7 +159,7 @@ def test_random_play_is_remembered_as_it_was(tmp_path):
     torch.manual_seed(1)
     replay = reinforcement.random_play(tmp_path / "replay", 30)
     assert replay.steps == 30
-    assert replay.draw(8).states.shape == (8, 4, 84, 84)
+    assert replay.sample(8).states.shape == (8, 4, 84, 84)
     assert set(replay.rewards.tolist()) <= {0.0, 1.0}
 
 

@@ -1,12 +1,18 @@
 """The verbs of the command line: help, lists, the demo."""
 
+import io
 import re
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from weightnorm import Parameterization
 from weightnorm.lab.cli import experiments
 from weightnorm.lab.cli.main import main
 from weightnorm.lab.cli.verbs import VERBS
+from weightnorm.lab.runs.records import RunRecord
+from weightnorm.lab.sweeps.summary import SweepResult, render
 
 COLUMNS = 80
 
@@ -59,3 +65,25 @@ def test_usage_errors_have_exit_code_2(words, capsys):
 def test_report_without_runs_fails_with_exit_code_1(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 1
     assert "no runs to report on" in capsys.readouterr().err
+
+
+def test_sweep_table_fits_80_columns_without_cutting_names():
+    names = [str(kind) for kind in Parameterization]
+    result = {"train_error": 0.047781, "test_error": 0.025123, "test_loss": 0.102123}
+    records = [
+        RunRecord(
+            Path(name),
+            "classify",
+            "demo",
+            {"parameterization": name, "learning_rate": 0.003, "seed": seed},
+            result=result | {"seconds": 1.0},
+        )
+        for name in names
+        for seed in (1, 2)
+    ]
+    console = Console(file=io.StringIO(), width=COLUMNS)
+    console.print(render(SweepResult(records, metric="train_error")))
+    out = console.file.getvalue()
+    assert all(name in out for name in [*names, "parameterization"])
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= COLUMNS

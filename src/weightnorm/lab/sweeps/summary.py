@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import fmean, stdev
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from weightnorm.lab.errors import require
 from weightnorm.lab.runs.records import RunRecord, is_number
@@ -106,13 +106,13 @@ def render(result: SweepResult) -> Table:
     """Return a table of the cells, with the deciding metric first and the best rates in bold."""
     metrics = [result.metric, *_other_metrics(result)]
     names = [metric.replace("_", " ") for metric in metrics]
-    table = Table("parameterization", "learning rate", *names, "n", "")
+    # Names are never cut: where the terminal is narrow, the values are wrapped.
+    table = Table(Column("parameterization", no_wrap=True), "lr", *names, "n", "", box=None)
     columns = [summarize(result.records, metric, result.highest, result.axes) for metric in metrics]
     for how, rows in groupby(zip(*columns, strict=True), key=lambda row: row[0].parameterization):
         for i, row in enumerate(rows):
             style = "bold" if row[0].best else ""
             table.add_row("" if i else how, *_columns(row), style=style)
-        table.add_section()
     return table
 
 

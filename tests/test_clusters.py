@@ -1,4 +1,4 @@
-"""Data-parallel, sharded, accumulated, recomputed: ranks together follow one process."""
+"""Training on several ranks (DDP, FSDP2, tensor parallel) follows the trajectory of one process."""
 
 import re
 from contextlib import nullcontext
@@ -33,17 +33,17 @@ from weightnorm import (
     weight_norm_model,
 )
 
-pytestmark = pytest.mark.xdist_group("clusters")  # which share their processes
+pytestmark = pytest.mark.xdist_group("clusters")  # they share their processes
 
 DOCS = Path(__file__).parents[1] / "docs" / "scaling.md"
 STEPS, BATCH = 4, 8
 FORMS = ("module", "optimizer")
-HOWS = ("", "-accumulated", "-recomputed", "-batched")
-WAYS = [f"{wrap}{how}" for wrap in ("ddp", "fsdp") for how in HOWS]
+VARIATIONS = ("", "-accumulated", "-recomputed", "-batched")
+SETUPS = [f"{wrap}{variation}" for wrap in ("ddp", "fsdp") for variation in VARIATIONS]
 
 
 class Block(nn.Module):
-    """A layer and its nonlinearity, perhaps recomputed in the backward pass."""
+    """A layer and its nonlinearity, optionally recomputed in the backward pass."""
 
     def __init__(self, layer):
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 def network(group=None):
-    """Units along either axis, in groups and gates; weights of fewer rows than there are ranks."""
+    """Units along either axis, groups, gates, and weights with fewer rows than there are ranks."""
     torch.manual_seed(0)
     layers = [
         nn.Conv1d(3, 5, 3),
@@ -75,7 +75,7 @@ def network(group=None):
 
 
 def sharded(model):
-    """Every block by itself, and of some the layer too, as it is: an LSTM, and plain ones."""
+    """Shard every block, and for LSTM and linear layers also the layer itself."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:
         if isinstance(block.layer, (nn.LSTM, nn.Linear)):
@@ -85,7 +85,7 @@ def sharded(model):
 
 
 def from_meta(model):
-    """Sharded before it has memory, then filled with the layers' own initialization."""
+    """Shard the model on the meta device, then call reset_parameters on every module."""
     sharded(model.to("meta")).to_empty(device="cpu")
     for p in model.parameters():
         nn.init.constant_(p, float("nan"))
@@ -97,7 +97,7 @@ def from_meta(model):
 
 
 def build(form, wrap=lambda model: model):
-    """(the model as it is wrapped, its optimizer)"""
+    """Return the wrapped model and its optimizer."""
     model = network(dist.group.WORLD if dist.is_initialized() else None)
     if form == "module":
         weight_norm_model(model)
@@ -114,13 +114,13 @@ def examples(step):
 
 
 def shares(rows, world):
-    """How many examples each rank has: not the same number, and some have none."""
+    """Return the number of examples of each rank: unequal, and 0 on some."""
     return {1: [rows], 2: [rows - 3, 3], 4: [rows - 4, 3, 1, 0]}[world]
 
 
-def train(model, optimizer, rank=0, world=1, pieces=1, steps=range(STEPS), within=None):
-    """Steps on the mean loss of the global batch, of which this rank has its share."""
-    within = nullcontext() if within is None else within
+def train(model, optimizer, rank=0, world=1, pieces=1, steps=range(STEPS), context=None):
+    """Train on the mean loss of the global batch, of which this rank has its share."""
+    context = nullcontext() if context is None else context
     for step in steps:
         optimizer.zero_grad()
         for i, (x, y) in enumerate(zip(*(e.chunk(pieces) for e in examples(step)), strict=True)):
@@ -129,7 +129,7 @@ def train(model, optimizer, rank=0, world=1, pieces=1, steps=range(STEPS), withi
                 model.set_requires_gradient_sync(last)
             with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
                 x, y = (t.split(shares(len(t), world))[rank] for t in (x, y))
-                with within:
+                with context:
                     loss = F.mse_loss(model(x), y, reduction="sum") / BATCH
                 (loss * world).backward()  # the ranks' gradients are averaged
         optimizer.step()
@@ -140,32 +140,32 @@ def full(tensor):
 
 
 def outcome(form, model, optimizer):
-    """Every parameter and buffer, and v and g whoever holds them."""
-    held = optimizer.parts() if form == "optimizer" else normalized_weights(model)
+    """Return every parameter and buffer, and v and g from the model or from the optimizer."""
+    parts = optimizer.parts() if form == "optimizer" else normalized_weights(model)
     plain = lambda name: name.removeprefix("module.")  # noqa: E731
     return {
         "state": {plain(name): full(p) for name, p in model.state_dict().items()},
-        "parts": {plain(name): tuple(map(full, both)) for name, both in held.items()},
+        "parts": {plain(name): tuple(map(full, both)) for name, both in parts.items()},
     }
 
 
 def trajectories(rank, world):
     results = {}
     for form in FORMS:
-        for way in WAYS:
-            wrap = sharded if way.startswith("fsdp") else DistributedDataParallel
+        for setup in SETUPS:
+            wrap = sharded if setup.startswith("fsdp") else DistributedDataParallel
             model, optimizer = build(form, wrap)
             for block in getattr(model, "module", model):
-                block.recompute = way.endswith("recomputed")
-            pieces = 2 if way.endswith("accumulated") else 1
-            within = batched_weights(model) if way.endswith("batched") else None
-            train(model, optimizer, rank, world, pieces, within=within)
-            results[f"{form} {way}"] = outcome(form, model, optimizer)
+                block.recompute = setup.endswith("recomputed")
+            pieces = 2 if setup.endswith("accumulated") else 1
+            context = batched_weights(model) if setup.endswith("batched") else None
+            train(model, optimizer, rank, world, pieces, context=context)
+            results[f"{form} {setup}"] = outcome(form, model, optimizer)
     return results
 
 
 def resumed(rank, world, folder):
-    """Two ranks train half of the steps; they, and later four, go on in a model made anew."""
+    """Train half of the steps on two ranks; resume in a new model on two, and on four ranks."""
     results, whole = {}, StateDictOptions(full_state_dict=True)
     for form in FORMS:
         other = build(form, from_meta)
@@ -188,8 +188,8 @@ def load(pair, states, options=None):
     set_state_dict(*pair, model_state_dict=model, optim_state_dict=optimizer, options=options)
 
 
-def seen_from_outside(world):
-    """Pairs (got, expected) of what a sharded model tells between passes."""
+def read_between_passes(world):
+    """Return pairs (got, expected) of weights and probes of a sharded model between passes."""
     model, twin = network(dist.group.WORLD), network()
     causal = torch.ones(5, 3, 3, dtype=torch.float64).tril()
     for each in (model, twin):
@@ -214,7 +214,7 @@ def seen_from_outside(world):
 
 
 def tensor_parallel(world):
-    """Optimizer form on weights that are split by rows, by columns, or not at all."""
+    """Run the optimizer form on weights sharded by rows, by columns, or replicated."""
     mesh, pairs = init_device_mesh("cpu", (world,)), {}
     for placement in (Shard(0), Shard(1), Replicate()):
         plain, spread = (nn.Linear(6, 5, bias=False).double() for _ in range(2))
@@ -231,7 +231,7 @@ def tensor_parallel(world):
 
 
 def refusals():
-    """What is said to those who come too late."""
+    """Return the messages of operations that must come before sharding."""
     plain, normed = network(), network()
     weight_norm_model(normed)
     sharded(plain), sharded(normed)
@@ -245,18 +245,18 @@ def refusals():
         "fold": lambda: folded(alone).__enter__(),
         "initialize": lambda: data_dependent_init(normed, examples(0)[0]),
         "initialize plain": lambda: data_dependent_init(plain, examples(0)[0]),
-        "shard within": lambda: inside(torch.randn(4, 2)),
+        "shard inner layer": lambda: inside(torch.randn(4, 2)),
     }
-    said = {}
+    messages = {}
     for name, act in acts.items():
         with pytest.raises(ValueError) as error:
             act()
-        said[name] = str(error.value)
-    return said
+        messages[name] = str(error.value)
+    return messages
 
 
 def documented():
-    """The lines of the document, as they stand there, then a step."""
+    """Run the code of docs/scaling.md, then an optimizer step."""
     torch.manual_seed(0)
     scope = {}
     for block in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL):
@@ -268,7 +268,7 @@ def documented():
 
 def everything(rank, world, folder):
     results = {**trajectories(rank, world), **resumed(rank, world, folder)}
-    pairs = {**seen_from_outside(world), **tensor_parallel(world)}
+    pairs = {**read_between_passes(world), **tensor_parallel(world)}
     return {**results, "pairs": pairs, "refusals": refusals(), "documented": documented()}
 
 
@@ -299,28 +299,28 @@ def alone():
 
 
 @pytest.mark.parametrize("world", ["on_two", "on_four"])
-@pytest.mark.parametrize("way", [*WAYS, "resumed"])
+@pytest.mark.parametrize("setup", [*SETUPS, "resumed"])
 @pytest.mark.parametrize("form", FORMS)
-def test_ranks_follow_one_process(request, alone, form, way, world):
-    expected = alone[form, 2 if way.endswith("accumulated") else 1]
+def test_ranks_follow_one_process(request, alone, form, setup, world):
+    expected = alone[form, 2 if setup.endswith("accumulated") else 1]
     for rank in request.getfixturevalue(world):
-        torch.testing.assert_close(rank[f"{form} {way}"], expected, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(rank[f"{form} {setup}"], expected, atol=1e-9, rtol=1e-9)
 
 
-def test_both_forms_follow_one_trajectory(alone):
+def test_both_forms_follow_the_same_trajectory(alone):
     torch.testing.assert_close(alone["module", 1]["parts"], alone["optimizer", 1]["parts"])
 
 
 @pytest.mark.parametrize("world", ["on_two", "on_four"])
-def test_sharded_weights_tell_what_whole_ones_do(request, world):
+def test_sharded_weights_and_probes_equal_unsharded_ones(request, world):
     for rank in request.getfixturevalue(world):
         assert len(rank["pairs"]) > 20
         for name, (got, expected) in rank["pairs"].items():
-            torch.testing.assert_close(got, expected, msg=lambda said, n=name: f"{n}: {said}")
+            torch.testing.assert_close(got, expected, msg=lambda text, n=name: f"{n}: {text}")
 
 
 @pytest.mark.parametrize(
-    ("act", "says"),
+    ("act", "message"),
     [
         ("weight_norm", "Conv1d.weight is sharded over ranks already: normalize first, then"),
         ("weight_norm_model", "normalize first, then fully_shard; or .* WeightNormOptimizer"),
@@ -328,14 +328,17 @@ def test_sharded_weights_tell_what_whole_ones_do(request, world):
         ("fold", "FSDPParametrizedLinear is sharded over ranks: .* convert_state_dict"),
         ("initialize", "is sharded over ranks: initialize it on data first, then fully_shard"),
         ("initialize plain", "initialize it on data first, then fully_shard"),
-        ("shard within", "give fully_shard the module around this layer, not the layer alone"),
+        (
+            "shard inner layer",
+            "call fully_shard on the module around this layer, not on the layer alone",
+        ),
     ],
 )
-def test_what_must_come_before_sharding_says_so(on_two, act, says):
-    assert all(re.search(says, rank["refusals"][act]) for rank in on_two)
+def test_operations_on_a_sharded_model_raise(on_two, act, message):
+    assert all(re.search(message, rank["refusals"][act]) for rank in on_two)
 
 
-def test_the_documented_lines_run(on_two):
+def test_documented_code_runs(on_two):
     for rank in on_two:
         assert list(rank["documented"]) == ["0.weight", "2.weight"]
         torch.testing.assert_close(rank["documented"], on_two[0]["documented"])

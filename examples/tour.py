@@ -1,10 +1,10 @@
-"""A tour of weightnorm on embedded data: run it with `make tour`.
+"""A tour of the library on scikit-learn's 8×8 digits. Run it with `make tour`.
 
-1. The five parameterizations of the paper, from one data-dependent initialization.
-2. What training does to ‖v‖ and to the effective step g/‖v‖.
-3. Folding the result into plain weights for inference.
+1. Train with the paper's five parameterizations, from one data-dependent initialization.
+2. Follow ‖v‖ and the effective step g/‖v‖ during training.
+3. Fold the result into plain weights for inference.
 
-Ends with a picture: training curves on scikit-learn's 8×8 digits, and the two quantities of 2.
+Saves a figure with the training curves and the two quantities of 2.
 """
 
 import argparse
@@ -36,14 +36,14 @@ Curves = dict[str, list[float]]
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """1797 images of 8×8 pixels, standardized, and their labels."""
+    """Return 1797 standardized images of 8×8 pixels, and their labels."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)  # (N, 1, 8, 8)
     return (images - images.mean()) / images.std(), torch.tensor(data.target)
 
 
 def network(how: Parameterization, width: int = 16, seed: int = 0) -> nn.Sequential:
-    """A small relative of the paper's CIFAR-10 network, each layer parameterized one way."""
+    """Build a small version of the paper's CIFAR-10 network with one parameterization."""
     torch.manual_seed(seed)
     draw: Callable[[Tensor], Tensor] = partial(nn.init.normal_, std=0.05)  # section 3
 
@@ -67,7 +67,7 @@ def network(how: Parameterization, width: int = 16, seed: int = 0) -> nn.Sequent
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor) -> Curves:
-    """Adam with the paper's schedule; the loss of each epoch and the lengths after it."""
+    """Train with Adam and the paper's schedule; return loss, ‖v‖ and g/‖v‖ of every epoch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda epoch: min(2 - 2 * epoch / EPOCHS, 1)
@@ -91,21 +91,23 @@ def train(model: nn.Module, images: Tensor, labels: Tensor) -> Curves:
 
 
 def error(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Return the fraction of misclassified images."""
     model.eval()
     with torch.no_grad():
         return (model(images).argmax(1) != labels).float().mean().item()
 
 
-def draw_picture(curves: dict[Parameterization, Curves], path: Path) -> None:
+def save_figure(curves: dict[Parameterization, Curves], path: Path) -> None:
+    """Plot the training curves of all parameterizations, and ‖v‖ and g/‖v‖ of weight norm."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     epochs = range(1, EPOCHS + 1)
     for how, curve in curves.items():
         left.semilogy(epochs, curve["loss"], label=str(how), lw=2)
-    left.set(title="Five parameterizations, one start", xlabel="epoch", ylabel="training loss")
+    left.set(title="Same initialization for all five", xlabel="epoch", ylabel="training loss")
     left.legend(frameon=False)
     curve = curves[Parameterization.WEIGHT_NORM]
     (grown,) = right.plot(epochs, curve["‖v‖"], "C2", lw=2, label="‖v‖ (left axis)")
-    right.set(title="Weight norm: ‖v‖ grows, the step shrinks", xlabel="epoch", ylabel="mean ‖v‖")
+    right.set(title="Weight norm: ‖v‖ grows, g/‖v‖ shrinks", xlabel="epoch", ylabel="mean ‖v‖")
     steps = right.twinx()
     (shrunk,) = steps.plot(epochs, curve["g/‖v‖"], "C1--", lw=2, label="g/‖v‖ (right axis)")
     steps.set_ylabel("mean g/‖v‖")
@@ -117,10 +119,10 @@ def draw_picture(curves: dict[Parameterization, Curves], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("out"), help="where the picture goes")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the figure")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # networks this small lose more by waiting than they gain
+    torch.set_num_threads(1)  # for a network this small, synchronization costs more than it gains
     images, labels = digits()
     train_set, test_set = slice(0, 1400), slice(1400, None)
 
@@ -137,7 +139,7 @@ def main() -> None:
         print(f"   {how:<24} loss {curves[how]['loss'][-1]:.4f}   test error {wrong:6.2%}")
 
     curve = curves[Parameterization.WEIGHT_NORM]
-    print("\n2. What training did to weight norm's lengths (means over units)\n")
+    print("\n2. ‖v‖ and g/‖v‖ during training (means over units)\n")
     for name in ("‖v‖", "g/‖v‖"):
         print(f"   {name:<6} {curve[name][0]:.3f} after epoch 1, {curve[name][-1]:.3f} at the end")
 
@@ -147,12 +149,12 @@ def main() -> None:
         before = model(images[test_set])
         with folded(model):
             names = [name for name in model.state_dict() if name.endswith("weight")]
-            apart = (model(images[test_set]) - before).abs().max().item()
-    print(f"   {len(names)} plain weights, largest difference in the logits {apart:.1e}")
+            difference = (model(images[test_set]) - before).abs().max().item()
+    print(f"   {len(names)} plain weights, largest difference in the logits {difference:.1e}")
 
-    picture = out / "tour.png"
-    draw_picture(curves, picture)
-    print(f"\nPicture: {picture.resolve()}")
+    figure = out / "tour.png"
+    save_figure(curves, figure)
+    print(f"\nFigure: {figure.resolve()}")
 
 
 if __name__ == "__main__":

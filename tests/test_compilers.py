@@ -1,4 +1,4 @@
-"""torch.compile in one graph, torch.export, and the function transforms: same numbers as eager."""
+"""torch.compile, torch.export, torch.jit.trace and torch.func give the same results as eager."""
 
 import copy
 import warnings
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 G, V = "parametrizations.weight.original0", "parametrizations.weight.original1"
 
-# Dynamo refuses recurrent layers, weight-normed or not; their cells it takes.
-GRAPHED = [name for name in LAYERS if name not in ("rnn", "lstm", "gru")]
+# Dynamo does not trace recurrent layers, normalized or not; it does trace their cells.
+COMPILABLE = [name for name in LAYERS if name not in ("rnn", "lstm", "gru")]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def gradients(model):
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("name", GRAPHED)
+@pytest.mark.parametrize("name", COMPILABLE)
 def test_compiled_training_matches_eager(name):
     case = LAYERS[name]
     layer, inputs = weight_norm(case.make()), case.inputs()
@@ -55,7 +55,7 @@ def test_compiled_training_matches_eager(name):
     torch.testing.assert_close(results[0], results[1])
 
 
-VARIANTS = {
+OPTIONS = {
     "log": lambda: weight_norm(nn.Linear(3, 3), scale="log"),
     "masked": lambda: weight_norm(nn.Linear(3, 3), mask=torch.tril(torch.ones(3, 3))),
     "one-g": lambda: weight_norm(nn.Linear(3, 3), dim=None),
@@ -64,7 +64,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("make", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("make", OPTIONS.values(), ids=OPTIONS.keys())
 def test_compiled_options_match_eager(make):
     layer = make()
     x = torch.randn(6, 3, dtype=next(layer.parameters()).dtype)
@@ -158,7 +158,7 @@ def test_ensemble_by_vmap_matches_each_model(make, shape):
             torch.testing.assert_close(gradients[name][i], p.grad)
 
 
-CENTRED = {
+MEAN_ONLY = {
     "in-the-layer": lambda: mean_only_batch_norm(weight_norm(nn.Conv2d(3, 4, 3))),
     "behind-it": lambda: nn.Sequential(weight_norm(nn.Conv2d(3, 4, 3)), MeanOnlyBatchNorm2d(4)),
     "all-batches": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), MeanOnlyBatchNorm2d(4, None)),
@@ -166,7 +166,7 @@ CENTRED = {
 }
 
 
-@pytest.mark.parametrize("make", CENTRED.values(), ids=CENTRED.keys())
+@pytest.mark.parametrize("make", MEAN_ONLY.values(), ids=MEAN_ONLY.keys())
 def test_compiled_running_mean_matches_eager(make):
     eager = make().double().train()
     model = copy.deepcopy(eager)
@@ -253,7 +253,7 @@ def test_jit_trace(case):
     assert_close(first(module(*inputs)), case.run(layer, inputs))  # it computes w from v and g
 
 
-@pytest.mark.parametrize("make", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("make", OPTIONS.values(), ids=OPTIONS.keys())
 def test_jit_trace_of_every_option(make):
     layer = make().eval()
     x = torch.randn(6, 3, dtype=next(layer.parameters()).dtype)

@@ -1,6 +1,6 @@
-"""README's table of differences, row by row, on the torch that is installed.
+"""The differences to torch's weight norm that README lists, with the installed torch.
 
-A row that fails here has been mended in torch: take it out of the table.
+If a test fails, torch has changed: remove that row from the table.
 """
 
 import copy
@@ -17,12 +17,12 @@ import weightnorm
 from zoo import Vector
 
 
-def ours(layer, **how):
-    return weightnorm.weight_norm(layer, **how)
+def ours(layer, **options):
+    return weightnorm.weight_norm(layer, **options)
 
 
-def torchs(layer, **how):
-    return parametrizations.weight_norm(layer, **how)
+def torchs(layer, **options):
+    return parametrizations.weight_norm(layer, **options)
 
 
 def test_transposed_convolutions():
@@ -53,15 +53,15 @@ def test_second_derivatives():
 @pytest.mark.xdist_group("deployment")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_weights_of_one_dimension_in_onnx():
-    def survives(layer):
+    def exports_correctly(layer):
         x = torch.randn(2, 5)
         program = torch.onnx.export(layer.eval(), (x,), dynamo=True, verbose=False)
         session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
         (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         return torch.allclose(torch.from_numpy(out), layer(x))
 
-    assert survives(ours(Vector(), dim=0))
-    assert not survives(torchs(Vector(), dim=0))  # pytorch#191749
+    assert exports_correctly(ours(Vector(), dim=0))
+    assert not exports_correctly(torchs(Vector(), dim=0))  # pytorch#191749
 
 
 def zeroed():
@@ -106,18 +106,18 @@ def test_recurrent_weights_per_sequence():
     def evaluations(layer, sequence):
         count = 0
 
-        def counted(map_):
-            forward = map_.forward
+        def count_calls(parametrization):
+            forward = parametrization.forward
 
             def wrapper(*args):
                 nonlocal count
                 count += 1
                 return forward(*args)
 
-            map_.forward = wrapper
+            parametrization.forward = wrapper
 
-        for originals in layer.parametrizations.values():
-            counted(originals[0])
+        for parametrization_list in layer.parametrizations.values():
+            count_calls(parametrization_list[0])
         layer(sequence)
         return count
 

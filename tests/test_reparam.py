@@ -103,12 +103,12 @@ def test_optimizer_steps_match_torchs_weight_norm(name, optimizer):
 @pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv-transpose2d", "gru-cell"])
 def test_values_gradients_and_step_match_torchs_kernel(name, dim, scale, dtype):
     layer = weight_norm(LAYERS[name].make().to(dtype), dim=dim, scale=scale)
-    for originals in layer.parametrizations.values():
-        g, v = originals.original0, originals.original1
+    for parametrization_list in layer.parametrizations.values():
+        g, v = parametrization_list.original0, parametrization_list.original1
         other = [p.detach().clone().requires_grad_() for p in (g, v)]
         length = other[0].exp() if scale == "log" else other[0]
         expected = torch._weight_norm(other[1], length, dim % v.ndim)
-        got = originals()
+        got = parametrization_list()
         tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
         torch.testing.assert_close(got, expected, **tolerance)
         grad = torch.randn_like(got)
@@ -116,8 +116,8 @@ def test_values_gradients_and_step_match_torchs_kernel(name, dim, scale, dtype):
         expected.backward(grad)
         for mine, theirs in zip((g, v), other, strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, **tolerance)
-        for parts_ in ((g, v), other):
-            torch.optim.SGD(parts_, lr=0.1).step()
+        for pair in ((g, v), other):
+            torch.optim.SGD(pair, lr=0.1).step()
         torch.testing.assert_close([g, v], other, **tolerance)
 
 

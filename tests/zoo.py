@@ -1,4 +1,4 @@
-"""Layers of every kind, each with an input, for tests that hold for all of them."""
+"""One layer of every type with a matching input, for tests over all of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from weightnorm import data_dependent_init, mean_only_batch_norm, weight_norm_mo
 
 @dataclass(frozen=True)
 class Case:
+    """A layer and an input for it; ``run`` returns the first output."""
+
     make: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
 
@@ -63,7 +65,7 @@ every_layer = pytest.mark.parametrize("case", LAYERS.values(), ids=LAYERS.keys()
 
 
 class Vector(nn.Module):
-    """A weight of one dimension."""
+    """A module with a weight of one dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class Vector(nn.Module):
 
 
 def trained_network() -> nn.Sequential:
-    """A network of images as training leaves it: initialized on data, running means that moved."""
+    """Return a network for images, initialized on data, with running means of several batches."""
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3),
         nn.ReLU(),

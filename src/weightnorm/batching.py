@@ -26,8 +26,8 @@ from weightnorm.parametrization import (
 MAX_ELEMENTS = 2**15
 """Largest weight that is batched on a CPU: up to this size, call overhead exceeds copy cost."""
 MAX_BYTES = 2**26
-"""Size of all weights together that are batched on an accelerator, the smallest first: a copy
-costs little there, but takes memory until the backward pass."""
+"""Total size of the weights that are batched on an accelerator, smallest first: copies are cheap
+there, but take memory until the backward pass."""
 
 
 def batched_weights(model: nn.Module) -> BatchedWeights:
@@ -47,8 +47,8 @@ def batched_weights(model: nn.Module) -> BatchedWeights:
     >>> loss.backward()
 
     Inside the block every weight of this library is computed at most once, unless its v or g
-    changes. Large, masked and sharded weights are computed when their layers read them. Gradients
-    of batched weights arrive together at the end of the backward pass, so DistributedDataParallel
+    changes. Large, masked and sharded weights are computed when their layers read them. All
+    gradients of batched weights arrive at the end of the backward pass, so DistributedDataParallel
     cannot overlap their communication with it. A compiled model does not run faster: the compiler
     fuses these calls itself.
 
@@ -94,16 +94,14 @@ def _batches_of(model: nn.Module) -> list[_Batch]:
     """Group the weights of a model that can be computed in one call."""
     by_key: dict[Hashable, dict[int, NormalizedWeight]] = defaultdict(dict)
     found = [weight for weight in find_normalized(model) if _is_batchable(weight)]
-    for weight in _worth_copying(
-        found
-    ):  # tied weights share their parametrizations: once is enough
+    for weight in _worth_copying(found):  # tied weights share one list of parametrizations
         by_key[_batch_key(weight)][id(weight.parametrizations)] = weight
     batches = (sorted(weights.values(), key=_row_length) for weights in by_key.values())
     return [_Batch(weights) for weights in batches if len(weights) > 1]
 
 
 def _worth_copying(weights: list[NormalizedWeight]) -> list[NormalizedWeight]:
-    """Those for which launching kernels one by one costs more than copying."""
+    """Select the weights for which single kernel launches cost more than copying."""
     chosen, left = [], MAX_BYTES
     for weight in sorted(weights, key=lambda weight: weight.stored.v.numel()):
         v = weight.stored.v
@@ -183,7 +181,7 @@ class _Batch:
 
 
 def _is_batchable(weight: NormalizedWeight) -> bool:
-    """Whether this weight can be computed together with others."""
+    """Whether this weight can be computed in one call with others."""
     weight_norm, parametrizations = weight.parametrization, weight.parametrizations
     return (
         isinstance(weight_norm, WeightNorm)

@@ -525,6 +525,17 @@ BAD = {
     "container": (nn.Sequential(nn.Linear(3, 2)), {}, ValueError, "use weight_norm_model"),
     "name is no string": (nn.Linear(3, 2), {"name": 0}, TypeError, "name=0 must be the name"),
     "several names": (nn.Linear(3, 2), {"name": ["weight"]}, TypeError, "must be the name of one"),
+    "dim is a float": (nn.Linear(3, 2), {"dim": 1.5}, ValueError, "dim=1.5 is unknown"),
+    "dim is a bool": (nn.Linear(3, 2), {"dim": True}, ValueError, "dim=True is unknown"),
+    "mask is a list": (nn.Linear(3, 2), {"mask": [1]}, TypeError, "mask must be a tensor"),
+    "negative eps": (nn.Linear(3, 2), {"eps": -1.0}, ValueError, "eps=-1.0 must be a number"),
+    "eps is NaN": (nn.Linear(3, 2), {"eps": float("nan")}, ValueError, "eps=nan must be"),
+    "g is a list": (
+        nn.Linear(3, 2),
+        {"g": [1.0, 2.0]},
+        TypeError,
+        "g must be a number or a tensor",
+    ),
     "g of another shape": (
         nn.Linear(3, 2),
         {"g": torch.ones(3)},
@@ -596,6 +607,16 @@ def test_bad_input_is_refused_and_changes_nothing(layer, options, error, message
     after, text_after = snapshot(layer)
     assert text_after == text
     torch.testing.assert_close(after, before)
+
+
+@pytest.mark.parametrize("function", [weight_norm, weight_norm_model])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_arguments_that_are_no_modules_are_refused(function):
+    for argument in (None, "linear", nn.Linear, nn.Linear(3, 2).parameters()):
+        with pytest.raises(TypeError, match=r"expects a torch.nn.Module; got"):
+            function(argument)
+    with pytest.raises(TypeError, match="cannot change a ScriptModule"):
+        function(torch.jit.script(nn.Linear(3, 2)))
 
 
 def test_integer_weights_are_refused():

@@ -6,6 +6,7 @@ updates v and g. Applying it does not change the output of the layer: v = w and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -75,8 +76,9 @@ def weight_norm(
     >>> parts(layer).v.shape, parts(layer).g.shape
     (torch.Size([40, 20]), torch.Size([40, 1]))
     """
+    _check_module(module, "weight_norm")
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"name={name!r} must be the name of one parameter, or None; got no string")
+        raise TypeError(f"name={name!r} must be the name of one parameter, or None")
     names = (name,) if name is not None else layers.weight_names(module) or ("weight",)
     options = _Options(dim, g, scale, mask, eps, train_g)
     _apply([_plan(module, n, options) for n in names])
@@ -113,6 +115,7 @@ def weight_norm_model(
     >>> weight_norm_model(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
     ['0.weight', '2.weight']
     """
+    _check_module(model, "weight_norm_model")
     if where is not None and not callable(where):
         raise TypeError(f"where must be a function of name and module; got {where!r}")
     options = _Options(dim, g, scale, None, eps, train_g)
@@ -191,7 +194,8 @@ def _nothing_to_normalize(model: nn.Module, already: int) -> str:
     others = [
         f"{path or 'the model'} ({type(module).__name__})"
         for path, module in model.named_modules()
-        if not layers.weight_names(module) and _has_other_weight(module)
+        if not (layers.weight_names(module) or is_weight_normed(module))
+        and _has_other_weight(module)
     ]
     if already:
         reason = f"all {already} weights are normalized already"
@@ -324,6 +328,14 @@ def _plan(module: nn.Module, name: str, options: _Options) -> _Plan:
     return plan
 
 
+def _check_module(module: object, function: str) -> None:
+    """Check that the argument is a module whose parameters can be replaced."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{function} expects a torch.nn.Module; got {module!r}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"{function} cannot change a ScriptModule; apply it before torch.jit")
+
+
 def _check_options(options: _Options) -> None:
     """Check the options that do not depend on the weight."""
     if options.scale not in SCALES:
@@ -331,9 +343,16 @@ def _check_options(options: _Options) -> None:
         raise ValueError(
             f"scale={options.scale!r} is unknown; expected one of {SCALES}: {near[0]!r}?"
         )
-    if isinstance(options.dim, str) and options.dim != "auto":
-        raise ValueError(f'dim={options.dim!r} is unknown; expected "auto", an integer or None')
+    dim = options.dim
+    if not (dim is None or dim == "auto" or (isinstance(dim, int) and not isinstance(dim, bool))):
+        raise ValueError(f'dim={dim!r} is unknown; expected "auto", an integer or None')
+    if options.mask is not None and not isinstance(options.mask, Tensor):
+        raise TypeError(f"mask must be a tensor; got {options.mask!r}")
+    if not (isinstance(options.eps, (int, float)) and 0 <= options.eps < math.inf):
+        raise ValueError(f"eps={options.eps!r} must be a number, 0 or greater")
     if options.g is not None:
+        if not isinstance(options.g, (int, float, Tensor)):
+            raise TypeError(f"g must be a number or a tensor; got {options.g!r}")
         g = torch.as_tensor(options.g)
         if not g.isfinite().all():
             raise ValueError(f"g={options.g} must be finite")

@@ -314,10 +314,8 @@ def _set_layer(run: _LayerRun, target: float, backups: Backups) -> tuple[Tensor,
     if not measured.is_on_target:
         _restore(backups[saved:])
         del backups[saved:]
-        reason = (
-            f"its output does not follow its weight: std {measured.std_after:.3g} instead of "
-            f"{target:g} after setting it"
-        )
+        std = measured.std_before
+        reason = f"its output does not follow its weight: its std stays {std:.3g}"
         return run.output, _skipped(run.name, run.layer, reason)
     return output, LayerInit(
         name=run.name,

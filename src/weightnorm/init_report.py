@@ -30,16 +30,13 @@ class LayerInit:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row of the table, as strings."""
+        """The row of the table, as strings; of a skipped layer only name, class and reason."""
         if self.skipped:
-            return (self.name, self.kind, *[""] * 6, f"skipped: {self.skipped}")
+            return self.name, self.kind, f"skipped: {self.skipped}"
         dead = f"{len(self.dead)} dead: {_shortened(self.dead)}" if self.dead else ""
-        before = f"{self.mean_before:.3g}", f"{self.std_before:.3g}"
-        mean_after = round(self.mean_after, 3) + 0.0  # no -0
-        after = f"{mean_after:.3g}", f"{self.std_after:.3g}"
-        return (
-            self.name, self.kind, str(self.units), *before, *after, f"{self.target_std:g}", dead
-        )  # fmt: skip
+        after = round(self.mean_after, 3) + 0.0  # not -0
+        numbers = (self.mean_before, self.std_before, after, self.std_after, self.target_std)
+        return self.name, self.kind, str(self.units), *(f"{x:.3g}" for x in numbers), dead
 
 
 @dataclass(frozen=True)
@@ -69,16 +66,17 @@ class InitReport:
     def __str__(self) -> str:
         head = ("layer", "kind", "units", "mean", "std", "mean after", "std after", "target", "")
         rows = [head, *(layer.cells for layer in self.layers)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        left = (0, 1, 8)
+        full = [row for row in rows if len(row) == len(head)]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        widths += [max(len(row[i]) for row in full) for i in range(2, len(head))]
         lines = [
             "  ".join(
-                cell.ljust(w) if i in left else cell.rjust(w)
-                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+                cell.ljust(width) if i < 2 or i == len(row) - 1 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=False))
             ).rstrip()
             for row in rows
         ]
-        return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:]])
+        return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
 
 
 def _shortened(units: tuple[int, ...], most: int = 8) -> str:

@@ -249,7 +249,8 @@ class Rows(NamedTuple):
 def flat_rows(counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Rows:
     """Describe a flat tensor that holds `counts[i]` rows of `lengths[i]` elements for each i."""
     each = [n for count, n in zip(counts, lengths, strict=True) for _ in range(count)]
-    row_of = torch.arange(len(each), dtype=torch.int32).repeat_interleave(torch.tensor(each))
+    row_of = torch.arange(len(each), dtype=torch.int32)
+    row_of = row_of.repeat_interleave(torch.tensor(each), output_size=sum(each))
     return Rows(tuple(counts), tuple(lengths), row_of.to(device))
 
 

@@ -66,7 +66,7 @@ class _MeanOnlyBatchNorm(nn.Module):
         self.register_parameter("bias", b)
         tracked = track_running_stats
         mean = torch.zeros(num_features, device=device, dtype=dtype) if tracked else None
-        count = torch.tensor(0, device=device) if tracked else None
+        count = torch.zeros((), dtype=torch.long, device=device) if tracked else None
         self.register_buffer("running_mean", mean)
         self.register_buffer("num_batches_tracked", count)
 

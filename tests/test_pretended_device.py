@@ -1,0 +1,149 @@
+"""Every layer, mean-only batch norm, both forms and initialization on a pretended accelerator."""
+
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from pretended_device import DEVICE, failures
+from weightnorm import (
+    MeanOnlyBatchNorm2d,
+    WeightNormOptimizer,
+    batched_weights,
+    data_dependent_init,
+    kernels,
+    mean_only_batch_norm,
+    parameterize,
+    weight_norm,
+    weight_norm_model,
+)
+from zoo import LAYERS
+
+
+@contextmanager
+def fused_kernel():
+    """Let the device have torch's fused weight norm, as CUDA does."""
+    plain, has = kernels._PLAIN, kernels.has_fused_kernel
+    kernels._PLAIN, kernels.has_fused_kernel = (*plain, FakeTensor), lambda device: True
+    try:
+        yield
+    finally:
+        kernels._PLAIN, kernels.has_fused_kernel = plain, has
+
+
+def on_device(case):
+    move = partial(tree_map, lambda x: x.to(DEVICE) if isinstance(x, torch.Tensor) else x)
+    return case.make().to(DEVICE), move(case.inputs())
+
+
+def module_form(case, **options):
+    layer, inputs = on_device(case)
+    weight_norm(layer, **options)
+    optimizer = torch.optim.Adam(layer.parameters(), foreach=True)
+    for _ in range(2):
+        case.run(layer, inputs).sum().backward()
+        optimizer.step()
+
+
+def fused_module_form(case):
+    with fused_kernel():
+        module_form(case)
+
+
+def optimizer_form(case):
+    layer, inputs = on_device(case)
+    optimizer = WeightNormOptimizer(layer, torch.optim.Adam, where=lambda *_: True, foreach=True)
+    for _ in range(2):
+        case.run(layer, inputs).sum().backward()
+        optimizer.step()
+
+
+def network():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+        mean_only_batch_norm(nn.ConvTranspose2d(4, 6, 3, groups=2)),
+        MeanOnlyBatchNorm2d(6, None),
+        nn.Flatten(),
+        mean_only_batch_norm(nn.Linear(6 * 64, 4)),
+    ).to(DEVICE)
+
+
+def mean_only(layout):
+    model, x = network(), torch.randn(5, 3, 8, 8, device=DEVICE)
+    model, x = model.to(memory_format=layout), x.to(memory_format=layout)
+    weight_norm_model(model)
+    for _ in range(2):
+        model(x).sum().backward()
+    model.eval()(x)
+
+
+def batched():
+    model = nn.Sequential(*[nn.Conv1d(4, 4, k, padding=k // 2) for k in (1, 3, 3)]).to(DEVICE)
+    weight_norm_model(model)
+    with fused_kernel():
+        weights = batched_weights(model)
+        with weights:
+            y = model(torch.randn(2, 4, 7, device=DEVICE))
+        y.sum().backward()
+
+
+def parameterization(how):
+    layer = parameterize(nn.Conv2d(3, 4, 3).to(DEVICE), how)
+    layer(torch.randn(5, 3, 8, 8, device=DEVICE)).sum().backward()
+
+
+def reads():
+    weight = torch.randn(2, 2, device=DEVICE)
+    return bool(weight.min() > 0)
+
+
+def mixes():
+    return torch.randn(3, device=DEVICE) + torch.randn(3)
+
+
+def initializes():
+    data_dependent_init(network(), torch.randn(5, 3, 8, 8, device=DEVICE))
+
+
+MUST_FAIL = {"reads": reads, "mixes": mixes, "initializes": initializes}
+
+# torch itself cannot run a GRU on a Python backend.
+KINDS = {name: case for name, case in LAYERS.items() if "gru" not in name}
+MUST_PASS = {
+    **{f"module form, {name}": partial(module_form, case) for name, case in KINDS.items()},
+    **{f"fused kernel, {name}": partial(fused_module_form, case) for name, case in KINDS.items()},
+    **{f"optimizer form, {name}": partial(optimizer_form, case) for name, case in KINDS.items()},
+    "log scale": partial(module_form, LAYERS["linear"], scale="log"),
+    "one g": partial(module_form, LAYERS["linear"], dim=None),
+    "mean-only, NCHW": partial(mean_only, torch.contiguous_format),
+    "mean-only, channels-last": partial(mean_only, torch.channels_last),
+    "batched": batched,
+    **{
+        f"parameterization {how}": partial(parameterization, how)
+        for how in ("standard", "weight-norm", "mean-only-batch-norm", "weight-norm-mean-only")
+    },
+}
+CASES = MUST_PASS | MUST_FAIL
+
+
+@pytest.fixture(scope="module")
+def found():
+    return failures(__file__)
+
+
+@pytest.mark.xdist_group("pretended device")
+@pytest.mark.parametrize("case", MUST_PASS)
+def test_neither_reads_nor_mixes_devices(case, found):
+    assert found[case] == ""
+
+
+@pytest.mark.xdist_group("pretended device")
+@pytest.mark.parametrize("case", sorted(MUST_FAIL))
+def test_reads_and_mixed_devices_are_found(case, found):
+    """Data-dependent initialization reads on purpose: its report holds numbers."""
+    assert found[case] != ""

@@ -1,7 +1,7 @@
-# Everything a fresh machine needs, in two commands:
-#   make demo   see it work: the paper's comparison on embedded data, with a report at the end
-#   make test   lint, types and every test
-# Both set up .venv first, and only when pyproject.toml or constraints.txt changed.
+# make demo   compare the five parameterizations on embedded data, three minutes, with a report
+# make test   lint, types and all tests
+# make docs   update the tables and figures of the documents from docs/results
+# Each sets up .venv first, and again when pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -42,11 +42,11 @@ types: $(READY)
 unit: $(READY) browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-# The report is tested in a real browser: CI gets one, elsewhere those tests skip without it.
+# The report is tested in a browser. CI installs one; without a browser these tests are skipped.
 browser:
 	@if [ -n "$$CI" ] && ! command -v chromium > /dev/null; then \
 	    apt-get update -qq && apt-get install -y -qq chromium > /dev/null \
-	    || echo "no chromium to be had: the report's browser tests will be skipped"; \
+	    || echo "chromium cannot be installed: the browser tests of the report will be skipped"; \
 	fi
 
 format: $(READY)

@@ -1,4 +1,4 @@
-"""Runs as an experiment would record them, without running one."""
+"""Records of runs, written without training."""
 
 import math
 from pathlib import Path
@@ -123,7 +123,7 @@ def grid(tmp_path):
 
 @pytest.fixture(scope="session")
 def example(tmp_path_factory):
-    """A folder with a bit of everything: a sweep, an unfinished run, another experiment, debris."""
+    """A folder with a sweep, an unfinished run, an unknown experiment and a damaged record."""
     root = tmp_path_factory.mktemp("example") / "runs"
     write_grid(root, rates=(0.001, 0.003))
     write_run(root, seed=9, done=2)
@@ -139,5 +139,5 @@ def example(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def files(example, tmp_path_factory):
-    """The report on it."""
+    """The report on `example`."""
     return report(example, tmp_path_factory.mktemp("out"))

@@ -1,4 +1,4 @@
-"""Numbers over seeds: against numpy, and with the numbers that are not there."""
+"""Statistics over seeds, compared with numpy, also with missing values."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page in a real browser: Debian's Chromium, headless."""
+"""The page in headless Chromium."""
 
 import re
 import shutil
@@ -51,7 +51,7 @@ def browse(tmp_path):
 
 @pytest.fixture
 def server(files):
-    """The page over HTTP, at localhost and at any other name; every request is noted."""
+    """The page over HTTP, at localhost and at any other name; requests are recorded."""
     asked = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""How the lines of a claim's figure style."""
+"""Styles of the lines in a claim's figures."""
 
 from weightnorm.lab.reports.claims import line_styles
 from weightnorm.lab.reports.style import STYLES

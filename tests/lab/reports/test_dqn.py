@@ -1,4 +1,4 @@
-"""What the report says of DQN: scores beside the published ones, figure 4, a game to watch."""
+"""Report section of DQN: published scores, figure 4, recorded games."""
 
 import io
 

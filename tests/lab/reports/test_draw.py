@@ -1,4 +1,4 @@
-"""What the report says of DRAW, and the pictures it draws."""
+"""Report section of DRAW: bounds, initial g, pictures."""
 
 import io
 

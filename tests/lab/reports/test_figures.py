@@ -1,4 +1,4 @@
-"""A plot as matplotlib has it, before it is saved."""
+"""Matplotlib figures of plots and charts, and files of pictures."""
 
 import io
 import math
@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_hex
 from PIL import Image, ImageSequence
 
-from weightnorm.lab.reports.bar_chart import bar_figure
+from weightnorm.lab.reports.bar_chart import bar_figure, dot_figure
 from weightnorm.lab.reports.document import Bar, BarChart, BarGroup, Line, Picture, Plot
 from weightnorm.lab.reports.figures import (
     LEGEND_WIDTH,
@@ -170,3 +170,16 @@ def test_the_name_of_a_group_stays_within_the_chart():
     inside, whole = name.get_window_extent(), drawing.bbox
     assert whole.x0 <= inside.x0 < inside.x1 <= whole.x1
     assert inside.y1 <= whole.y1
+
+
+def test_dot_chart_has_one_row_per_group_and_one_legend_entry_per_name():
+    bars = tuple(Bar(kind, STYLES[kind], 1.0, 0.9, 1.2) for kind in ("standard", "batch-norm"))
+    groups = (BarGroup("first", bars), BarGroup("second", bars[:1]))
+    with matplotlib.style.context(STYLE):
+        drawing = dot_figure(BarChart("n", "T", "C.", "x", groups, dots=True))
+    (axes,) = drawing.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["first", "second"]
+    (legend,) = drawing.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["standard", "batch-norm"]
+    intervals = [line.get_xdata() for line in axes.lines if len(line.get_xdata()) == 2]
+    assert sum(list(x) == [0.9, 1.2] for x in intervals) == 3

@@ -1,4 +1,4 @@
-"""Arrays beside a record, and grids of images."""
+"""Loading arrays of a run, and grids of images."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The report as files: complete, self-contained, the same each time, and never undone by debris."""
+"""Files of the report: complete, self-contained, reproducible; damaged records are left out."""
 
 import os
 import shutil
@@ -106,7 +106,7 @@ def test_page_is_self_contained(files, elements):
 
 
 def test_the_same_records_give_the_same_bytes(example, files, tmp_path):
-    """Elsewhere, in another process, in another user's style."""
+    """In another folder, process, time zone and matplotlib style."""
     shutil.copytree(example, tmp_path / "copy")
     code = (
         "import sys, pathlib, matplotlib; matplotlib.rcParams['axes.linewidth'] = 9;"
@@ -261,3 +261,17 @@ def test_colors_stand_out_on_both_schemes():
     for color in colors:
         assert 1.05 / (light(color) + 0.05) >= 3
         assert (light(color) + 0.05) / (light("#15191f") + 0.05) >= 3
+
+
+def test_summary_comes_first_and_sections_follow_the_papers_order(run, tmp_path):
+    run(parameterization="standard", end=0.3)
+    run(parameterization="weight-norm", end=0.2)
+    for experiment in ("other", "draw", "vae", "dqn"):
+        run(experiment=experiment)
+    page = report(tmp_path / "runs", tmp_path / "out").page.read_text()
+    headings = [page.index(f"<h2>{text}") for text in ("Summary", "Contents", "Classification")]
+    assert headings == sorted(headings)
+    order = [page.rindex(name) for name in ("classify: cpu", "vae: ", "draw: cpu", "dqn: cpu")]
+    assert order == sorted(order)
+    assert page.rindex("other: cpu") > order[-1]
+    assert "30.0 (standard), 20.0 (weight norm); n = 1" in page

@@ -1,4 +1,4 @@
-"""What a section says about its runs, before any of it is drawn."""
+"""Tables and plots of the report sections."""
 
 import math
 
@@ -148,6 +148,13 @@ def test_unfinished_run_is_dashed_and_not_counted(run):
     assert (ours["training error, %"], ours["n"]) == ("20.00", "1")
     assert rows(section, "Time per epoch")["weight norm"]["n"] == "1"
     assert rows(section, "Not finished")["weight norm"]["progress"] == "epoch 3 of 4"
+
+
+def test_diverged_run_is_listed(run):
+    result = {"train_error": None, "diverged": {"epoch": 3, "step": 5, "message": "loss is nan"}}
+    section = classify.section([run(end=0.2), run(seed=2, end=None, result=result)])
+    assert rows(section, "Diverged")["weight norm"]["seed"] == "2"
+    assert rows(section, "Errors")["weight norm"]["training error, %"] == "20.00 (n = 1 of 2)"
 
 
 def test_run_without_epochs_is_listed_as_unfinished(run):

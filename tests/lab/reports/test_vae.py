@@ -1,4 +1,4 @@
-"""What the section of experiment 2 says about its runs."""
+"""Report section of the VAE."""
 
 import numpy as np
 import pytest

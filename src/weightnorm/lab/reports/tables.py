@@ -16,21 +16,25 @@ from weightnorm.lab.reports.aggregate import (
 from weightnorm.lab.reports.curves import progress
 from weightnorm.lab.reports.document import Table
 from weightnorm.lab.reports.provenance import MACHINE, differing_fields
-from weightnorm.lab.reports.run_grid import RunGrid, finished
+from weightnorm.lab.reports.run_grid import RunGrid, finished, rate
+from weightnorm.lab.runs.records import RunRecord
 
 
 def unfinished(runs: RunGrid) -> list[Table]:
-    """List the unfinished runs, which no other table counts."""
-    rows = tuple(
-        (runs.name(kind), f"{rate:g}", str(record.config.get("seed", "?")), progress(record))
-        for kind, rates in runs.grid.items()
-        for rate, records in rates.items()
-        for record in records
-        if not record.finished
-    )
+    """List the unfinished runs, which no other table counts, and the runs that diverged."""
     head = ("parameterization", "lr", "seed", "progress")
-    notes = ("Not counted in any n.",)
-    return [Table("Not finished", head, rows, notes, numeric=False)] if rows else []
+    running = tuple(_run_row(runs, record) for record in runs.records if not record.finished)
+    diverged = tuple(_run_row(runs, record) for record in runs.records if record.diverged)
+    tables = [
+        Table("Not finished", head, running, ("Not counted in any n.",), numeric=False),
+        Table("Diverged", head, diverged, numeric=False),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def _run_row(runs: RunGrid, record: RunRecord) -> tuple[str, ...]:
+    kind, seed = runs.name(runs.kind(record)), str(record.config.get("seed", "?"))
+    return kind, f"{rate(record):g}", seed, progress(record)
 
 
 def epochs_to_common(runs: RunGrid, metric: str) -> tuple[float, dict[str, Stat]]:

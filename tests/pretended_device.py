@@ -115,7 +115,7 @@ class DeviceRead(RuntimeError):
 
 
 class NoDeviceReads(TorchDispatchMode):
-    """Raises `DeviceRead` on copies to the CPU, and on CPU tensors beside tensors of the device."""
+    """Raises `DeviceRead` on copies to the CPU, and on mixed devices."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -8,6 +8,8 @@ import torch
 
 from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.experiments import classify
+from weightnorm.lab.reports import classify as classify_report
+from weightnorm.lab.reports.document import Table
 from weightnorm.lab.runs.config import folder
 
 
@@ -54,6 +56,22 @@ def test_folder_names_changed_settings():
         "demo+epochs=3,width=0.5/weight-norm/lr-0.003/seed-1"
     )
     assert where(device="cpu", compile=True, runs=Path("runs")) == where()
+
+
+def test_precisions_are_recorded_and_not_mixed_in_a_table(tmp_path):
+    small = replace(
+        classify.PRESETS["demo"], width=0.05, epochs=1, limit=20, batch_size=10, runs=tmp_path
+    )
+    precisions = ("float32", "bfloat16")
+    records = [classify.run(replace(small, precision=precision)) for precision in precisions]
+    assert [record.config["precision"] for record in records] == ["float32", "bfloat16"]
+    assert "precision=bfloat16" in str(records[1].folder)
+    parts = classify_report.section(records).content
+    assert len(parts) == 2
+    assert [part.title.count("precision=bfloat16") for part in parts] in ([0, 1], [1, 0])
+    for part in parts:
+        (errors,) = (x for x in part.content if isinstance(x, Table) and x.title == "Errors")
+        assert dict(zip(errors.head, errors.rows[0], strict=True))["n"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ def test_m_and_s_depend_on_earlier_elements_only(kind, normalize, reverse):
     slope, _ = jacobian(lambda z: step(z, c)[1], kind)
     slope = slope.T if reverse else slope
     assert (slope.triu() == 0).all()
-    if kind == "vector":  # and on all of them
+    if kind == "vector":  # and on all of the earlier elements
         assert (slope[torch.tril_indices(5, 5, -1).unbind()] != 0).all()
-    else:  # at least on the element just before
+    else:  # and at least on the preceding element
         assert (slope.diagonal(-1)[1::2] != 0).sum() > 3
 
 

@@ -80,7 +80,7 @@ def test_cifar10_network_is_the_authors():
     assert shapes["leave"] == (3, 32, 32)
     sides = [16, 16, 8, 8, 4, 4]
     for i, side in enumerate(sides):
-        up = 64 * (i < 5)  # nothing goes on from the top
+        up = 64 * (i < 5)  # the top layer has no output upwards
         assert shapes[f"layers.{i}.up1"] == (up + 2 * 32 + 64, side, side)
         assert shapes[f"layers.{i}.down1"] == (64 + 4 * 32 + 64, side, side)
         assert shapes[f"layers.{i}.posterior.steps.0.layers.0"] == (64, side, side)
@@ -113,7 +113,9 @@ def test_terms_images_and_gradients(data, flow_steps):
         assert pictures.min() >= 0
         assert pictures.max() <= 1
     optimizer = torch.optim.Adamax(model.parameters())
-    for _ in range(2):  # what the top of the ladder starts from is 0, so at first it moves alone
+    for _ in range(
+        2
+    ):  # the input of the top-down pass is initially 0, so only it has a gradient at first
         optimizer.zero_grad()
         (-model(x).elbo.mean()).backward()
         optimizer.step()

@@ -85,7 +85,7 @@ class Evaluator(Player):
 
 
 class InitialBaseline:
-    """What is measured before the first update, to compare the agent with later.
+    """Measurements before the first update, as a baseline of the agent.
 
     The score of random play, and the states whose mean value is recorded after each epoch.
     """

@@ -1,4 +1,4 @@
-"""CIFAR-10: small batches written here, and the real ones where they are."""
+"""CIFAR-10: small batches written by the tests, and the real data where available."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("folder")
-def test_batches_are_joined_in_order_and_cut_into_red_green_blue() -> None:
+def test_batches_are_concatenated_and_split_into_channels() -> None:
     data = cifar10.load()
     assert data.train.shape == (5 * PER_BATCH, 3, 32, 32)
     assert data.test.shape == (PER_BATCH, 3, 32, 32)
@@ -72,7 +72,7 @@ def test_batches_are_joined_in_order_and_cut_into_red_green_blue() -> None:
         ({b"labels": [1, 2, 3, 0.5]}, "not all 0 to 9"),
     ],
 )
-def test_a_batch_of_another_form_is_refused(
+def test_batch_of_another_shape_is_refused(
     folder: Path, change: dict[bytes, Any], message: str
 ) -> None:
     write(folder / "data_batch_3", batch(2) | change)
@@ -81,7 +81,7 @@ def test_a_batch_of_another_form_is_refused(
 
 
 @pytest.mark.parametrize("content", [{}, {b"label_names": [1, 2]}, {b"label_names": b"cat"}])
-def test_a_meta_file_without_names_is_refused(folder: Path, content: object) -> None:
+def test_meta_file_without_names_is_refused(folder: Path, content: object) -> None:
     write(folder / "batches.meta", content)
     with pytest.raises(DataError, match="no label names"):
         cifar10.load()
@@ -96,16 +96,14 @@ class Trap:
 
 
 @pytest.mark.parametrize("name", ["data_batch_1", "test_batch", "batches.meta"])
-def test_a_malicious_batch_does_nothing(folder: Path, name: str) -> None:
+def test_malicious_batch_is_not_executed(folder: Path, name: str) -> None:
     write(folder / name, batch(0) | {b"filenames": Trap(folder / "trace")})
-    with pytest.raises(DataError, match=r"refused: it asks for posix\.mkdir"):
+    with pytest.raises(DataError, match=r"refused: it refers to posix\.mkdir"):
         cifar10.load()
     assert not (folder / "trace").exists()
 
 
-def test_nothing_is_parsed_that_is_not_the_published_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unverified_files_are_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[Path] = []
     monkeypatch.setattr(safe_pickle, "read", parsed.append)
     (tmp_path / "cifar-10-batches-py").mkdir()
@@ -118,7 +116,7 @@ def test_nothing_is_parsed_that_is_not_the_published_file(
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(("limit", "test_limit"), [(None, None), (7, None), (1, 3), (10**6, 10**6)])
-def test_limits_cut_what_is_returned_not_what_is_fitted(
+def test_limits_apply_after_fitting(
     monkeypatch: pytest.MonkeyPatch, limit: int | None, test_limit: int | None
 ) -> None:
     plain = cifar10.load()
@@ -139,9 +137,7 @@ def test_limits_cut_what_is_returned_not_what_is_fitted(
 
 
 @pytest.mark.parametrize("limits", [{"limit": 0}, {"test_limit": -1}])
-def test_an_impossible_limit_is_refused_before_any_work(
-    tmp_path: Path, limits: dict[str, int]
-) -> None:
+def test_invalid_limit_is_refused_first(tmp_path: Path, limits: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"limit=(0|-1): give a number from 1 up"):
         cifar10.load_whitened(tmp_path, **limits)
 
@@ -152,7 +148,7 @@ def published() -> Labelled:
 
 
 @real
-def test_the_real_images_are_all_there(published: Labelled) -> None:
+def test_real_images(published: Labelled) -> None:
     assert published.train.shape == (50_000, 3, 32, 32)
     assert published.test.shape == (10_000, 3, 32, 32)
     assert published.train_labels.bincount().tolist() == [5000] * 10
@@ -165,7 +161,7 @@ def test_the_real_images_are_all_there(published: Labelled) -> None:
 
 
 @real
-def test_real_corners_whiten_as_numpy_says(published: Labelled) -> None:
+def test_real_corners_match_numpy(published: Labelled) -> None:
     corners = published.train[:, :, :6, :6]
     x = (corners.flatten(1).numpy().astype(np.float64) - 127.5) / 128
     x -= x.mean(0)
@@ -176,7 +172,7 @@ def test_real_corners_whiten_as_numpy_says(published: Labelled) -> None:
 
 
 @real
-def test_whole_real_images_whiten_and_the_cache_repeats_it(
+def test_real_images_from_the_cache_are_equal(
     published: Labelled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On 4,000 images, since fitting takes seconds even so: W(C + ε)W = I, and once is enough."""

@@ -1,4 +1,4 @@
-"""Files are found, verified, downloaded; whatever is wrong, the message says what to do."""
+"""Finding, verifying and downloading files, and the error messages."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 # The folder
 
 
-def test_the_data_folder_is_the_given_one_else_the_variable_else_the_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_data_folder_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WEIGHTNORM_DATA", str(tmp_path / "variable"))
     assert data_dir(tmp_path / "given") == tmp_path / "given"
     assert data_dir() == tmp_path / "variable"
@@ -107,13 +105,13 @@ def test_the_data_folder_is_the_given_one_else_the_variable_else_the_cache(
 
 
 @pytest.mark.usefixtures("no_network")
-def test_complete_data_is_handed_out_without_the_network(root: Path) -> None:
+def test_complete_data_needs_no_network(root: Path) -> None:
     folder = root / "toy-files"
     assert fetch("toy", root) == {"a.bin": folder / "a.bin", "b.txt": folder / "b.txt"}
 
 
 @pytest.mark.usefixtures("no_network")
-def test_a_text_may_lie_gzipped_and_is_verified_by_what_is_inside(root: Path) -> None:
+def test_gzipped_file_is_verified_by_its_content(root: Path) -> None:
     plain, packed = root / "toy-files/b.txt", root / "toy-files/b.txt.gz"
     packed.write_bytes(gzip.compress(B, 1))
     assert fetch("toy", root)["b.txt"] == plain
@@ -123,34 +121,34 @@ def test_a_text_may_lie_gzipped_and_is_verified_by_what_is_inside(root: Path) ->
     assert fetch("toy", root)["b.txt"] == packed
 
 
-def test_only_what_may_be_gzipped_is_looked_for_gzipped(root: Path) -> None:
+def test_gzip_is_accepted_only_where_allowed(root: Path) -> None:
     (root / "toy-files/a.bin").rename(root / "toy-files/a.bin.gz")
     assert [entry.file for entry in inspect("toy", root).missing] == [FILE_A]
 
 
 @given(position=st.integers(0, len(A) - 1), flip=st.integers(1, 255))
-def test_every_changed_byte_is_noticed(position: int, flip: int) -> None:
+def test_every_changed_byte_is_detected(position: int, flip: int) -> None:
     changed = bytearray(A)
     changed[position] ^= flip
     with TemporaryDirectory() as folder:
         path = Path(folder, "a.bin")
         path.write_bytes(changed)
-        found = module._look(Path(folder), FILE_A)
+        found = module._file_status(Path(folder), FILE_A)
     assert found.state == "corrupt"
     assert hashlib.md5(changed).hexdigest() in found.fault
 
 
 @given(length=st.integers(0, len(A) - 1))
-def test_every_truncation_is_noticed(length: int) -> None:
+def test_every_truncation_is_detected(length: int) -> None:
     with TemporaryDirectory() as folder:
         Path(folder, "a.bin").write_bytes(A[:length])
-        assert module._look(Path(folder), FILE_A).state == "corrupt"
+        assert module._file_status(Path(folder), FILE_A).state == "corrupt"
         Path(folder, "b.txt.gz").write_bytes(gzip.compress(B)[: length % len(gzip.compress(B))])
-        assert module._look(Path(folder), FILE_B).state == "corrupt"
+        assert module._file_status(Path(folder), FILE_B).state == "corrupt"
 
 
 @pytest.mark.usefixtures("no_network")
-def test_a_damaged_file_is_named_with_both_checksums_and_left_in_place(root: Path) -> None:
+def test_damaged_file_is_reported_and_kept(root: Path) -> None:
     path = root / "toy-files/a.bin"
     path.write_bytes(A[:-1])
     (root / "toy-files/b.txt").unlink()
@@ -169,21 +167,21 @@ def test_a_damaged_file_is_named_with_both_checksums_and_left_in_place(root: Pat
     [b"", b"no gzip", gzip.compress(B)[:-9], gzip.compress(A)],
     ids=["empty", "not gzip", "truncated", "another's"],
 )
-def test_a_damaged_gzip_file_is_an_error_of_ours(root: Path, content: bytes) -> None:
+def test_damaged_gzip_file_is_a_data_error(root: Path, content: bytes) -> None:
     (root / "toy-files/b.txt").unlink()
     (root / "toy-files/b.txt.gz").write_bytes(content)
     with pytest.raises(DataError, match=r"b\.txt\.gz is not the published file.*unpacked"):
         fetch("toy", root)
 
 
-def test_a_folder_in_place_of_a_file_is_an_error_of_ours(root: Path) -> None:
+def test_folder_in_place_of_a_file_is_a_data_error(root: Path) -> None:
     (root / "toy-files/a.bin").unlink()
     (root / "toy-files/a.bin").mkdir()
     with pytest.raises(DataError, match=r"a\.bin is not the published file.*directory"):
         fetch("toy", root)
 
 
-def test_an_unknown_data_set_is_refused_with_the_known_ones() -> None:
+def test_unknown_data_set_is_refused() -> None:
     with pytest.raises(DataError, match="no data set 'cifar100'; choose one of cifar10, mnist"):
         fetch("cifar100")
 
@@ -201,9 +199,7 @@ def check_names_what_is_missing(message: str, folder: Path) -> None:
     assert "WEIGHTNORM_DATA" in message
 
 
-def test_offline_the_message_names_files_sizes_checksums_and_folder(
-    tmp_path: Path, publish: Callable[[DataSet], None]
-) -> None:
+def test_offline_message(tmp_path: Path, publish: Callable[[DataSet], None]) -> None:
     publish(TOY)
     with pytest.raises(DataError) as caught:
         fetch("toy", tmp_path)
@@ -214,7 +210,7 @@ def test_offline_the_message_names_files_sizes_checksums_and_folder(
 
 
 @pytest.mark.usefixtures("no_network")
-def test_without_downloads_nothing_is_written(
+def test_nothing_is_written_without_downloads(
     tmp_path: Path, publish: Callable[[DataSet], None]
 ) -> None:
     publish(TOY)
@@ -224,16 +220,14 @@ def test_without_downloads_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_the_missing_files_are_named(root: Path) -> None:
+def test_missing_files_are_named(root: Path) -> None:
     (root / "toy-files/b.txt").unlink()
     with pytest.raises(DataError, match=r"b\.txt") as caught:
         fetch("toy", root, download=False)
     assert "a.bin" not in str(caught.value)
 
 
-def test_a_folder_that_cannot_be_written_is_named(
-    tmp_path: Path, publish: Callable[[DataSet], None]
-) -> None:
+def test_unwritable_folder_is_named(tmp_path: Path, publish: Callable[[DataSet], None]) -> None:
     publish(TOY)
     (tmp_path / "file").write_text("where a folder should be")
     with pytest.raises(DataError, match="cannot write to") as caught:
@@ -244,7 +238,7 @@ def test_a_folder_that_cannot_be_written_is_named(
 # Downloads, from a real server
 
 
-def test_only_what_is_missing_is_downloaded_from_the_first_good_mirror(
+def test_missing_files_come_from_the_first_good_mirror(
     root: Path, server: tuple[str, Path], publish: Callable[[DataSet], None]
 ) -> None:
     address, site = server
@@ -262,7 +256,7 @@ def test_only_what_is_missing_is_downloaded_from_the_first_good_mirror(
     assert sorted(p.name for p in (root / "toy-files").iterdir()) == ["a.bin", "b.txt"]
 
 
-def test_wrong_bytes_from_every_mirror_leave_nothing_behind(
+def test_wrong_downloads_are_removed(
     tmp_path: Path, server: tuple[str, Path], publish: Callable[[DataSet], None]
 ) -> None:
     address, site = server
@@ -288,7 +282,7 @@ def archived(content: bytes, mirror: str) -> DataSet:
     return replace(TOY, mirrors=(mirror,), archive=archive)
 
 
-def test_an_archive_gives_its_files_and_nothing_else(
+def test_only_named_members_are_extracted(
     tmp_path: Path, server: tuple[str, Path], publish: Callable[[DataSet], None]
 ) -> None:
     address, site = server
@@ -306,7 +300,7 @@ def test_an_archive_gives_its_files_and_nothing_else(
     assert not (tmp_path / "escaped").exists()
 
 
-def test_an_archive_that_lacks_a_file_is_an_error_of_ours(
+def test_incomplete_archive_is_a_data_error(
     tmp_path: Path, server: tuple[str, Path], publish: Callable[[DataSet], None]
 ) -> None:
     address, site = server
@@ -319,7 +313,7 @@ def test_an_archive_that_lacks_a_file_is_an_error_of_ours(
     assert [p.name for p in (tmp_path / "toy-files").iterdir()] == ["a.bin"]
 
 
-def test_an_interrupted_download_leaves_nothing_behind(
+def test_interrupted_download_is_removed(
     tmp_path: Path, publish: Callable[[DataSet], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(url: str, known_hash: str, fname: str, path: Path, **_: Any) -> str:
@@ -336,7 +330,7 @@ def test_an_interrupted_download_leaves_nothing_behind(
 # Status and catalogue
 
 
-def test_status_tells_valid_missing_and_corrupt_apart(root: Path) -> None:
+def test_status_of_valid_missing_and_corrupt_files(root: Path) -> None:
     (root / "toy-files/a.bin").write_bytes(b"?")
     found = {entry.name: entry for entry in status(root)}
     assert list(found) == list(DATA_SETS)
@@ -351,7 +345,7 @@ def test_status_tells_valid_missing_and_corrupt_apart(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DATA_SETS)
-def test_the_catalogue_is_well_formed(name: str) -> None:
+def test_catalog_is_well_formed(name: str) -> None:
     data = DATA_SETS[name]
     digits = {"md5": 32, "sha256": 64}
     for file in (*data.files, *filter(None, [data.archive])):
@@ -366,5 +360,5 @@ def test_the_catalogue_is_well_formed(name: str) -> None:
 @real
 @pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize("name", DATA_SETS)
-def test_the_real_files_are_the_published_ones(name: str) -> None:
+def test_real_files_match_the_catalog(name: str) -> None:
     assert len(fetch(name)) == len(DATA_SETS[name].files)

@@ -1,4 +1,4 @@
-"""MNIST: the idx and amat readers on files written here, and the real ones where they are."""
+"""MNIST: the idx and amat readers on files written by the tests, and real data where available."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bits(n: int, seed: int = 0) -> np.ndarray:
 
 
 @given(npst.arrays(np.uint8, npst.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=9)))
-def test_idx_comes_back_as_it_was(array: np.ndarray) -> None:
+def test_idx_round_trip(array: np.ndarray) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder, "x.gz")
         path.write_bytes(idx(array))
@@ -62,22 +62,22 @@ IDX = gzip.decompress(idx(np.arange(24, dtype=np.uint8).reshape(2, 3, 4)))
         (gzip.compress(b"PK" + IDX[2:]), "not an idx file"),
         (gzip.compress(IDX[:9]), "not an idx file"),
         (gzip.compress(b""), "not an idx file"),
-        (gzip.compress(IDX[:-1]), r"shape \(2, 3, 4\), but holds 23 bytes"),
-        (gzip.compress(IDX + b"\0"), r"shape \(2, 3, 4\), but holds 25 bytes"),
-        (gzip.compress(IDX[:4] + b"\xff" * 12 + IDX[16:]), "but holds 24 bytes"),
+        (gzip.compress(IDX[:-1]), r"shape \(2, 3, 4\), but has 23 bytes"),
+        (gzip.compress(IDX + b"\0"), r"shape \(2, 3, 4\), but has 25 bytes"),
+        (gzip.compress(IDX[:4] + b"\xff" * 12 + IDX[16:]), "but has 24 bytes"),
         (gzip.compress(IDX)[:-10], "cannot be unpacked"),
         (IDX, "cannot be unpacked"),
     ],
     ids=["type", "ndim", "zip", "head", "empty", "short", "long", "vast", "truncated", "not gzip"],
 )
-def test_a_damaged_idx_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_damaged_idx_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "x-idx3-ubyte.gz"
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"x-idx3-ubyte.gz .*{message}"):
         mnist.read_idx(path, 3)
 
 
-def test_images_and_labels_each_come_from_their_file(
+def test_images_and_labels_come_from_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = {"train-images-idx3": (5, 28, 28), "train-labels-idx1": (5,)}
@@ -100,7 +100,7 @@ def test_images_and_labels_each_come_from_their_file(
 
 
 @given(seed=st.integers(0, 1000), n=st.integers(0, 4), packed=st.booleans())
-def test_amat_comes_back_as_it_was(seed: int, n: int, packed: bool) -> None:
+def test_amat_round_trip(seed: int, n: int, packed: bool) -> None:
     images = bits(n, seed)
     with TemporaryDirectory() as folder:
         path = Path(folder, "x.amat.gz" if packed else "x.amat")
@@ -127,13 +127,13 @@ AMAT = amat(bits(3))
     ],
     ids=["no end", "short", "long", "two", "below zero", "comma", "one line", "shifted"],
 )
-def test_a_damaged_amat_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_damaged_amat_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.amat").write_bytes(content)
     with pytest.raises(DataError, match=r"x\.amat is not lines of 784 zeros and ones"):
         mnist.read_amat(tmp_path / "x.amat")
 
 
-def test_the_three_binarized_splits_each_come_from_their_file(
+def test_binarized_splits_come_from_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = {}
@@ -154,7 +154,7 @@ def test_the_three_binarized_splits_each_come_from_their_file(
         (mnist.load_binarized, "binarized-mnist", "binarized_mnist_valid.amat.gz"),
     ],
 )
-def test_nothing_is_parsed_that_is_not_the_published_file(
+def test_unverified_files_are_not_parsed(
     tmp_path: Path, load: object, folder: str, name: str
 ) -> None:
     (tmp_path / folder).mkdir()
@@ -167,7 +167,7 @@ def test_nothing_is_parsed_that_is_not_the_published_file(
 # Binarization
 
 
-def test_binarized_pixels_are_ones_as_often_as_they_are_bright() -> None:
+def test_binarize_frequencies() -> None:
     images = torch.arange(256, dtype=torch.uint8).expand(4000, 256)
     drawn = mnist.binarize(images, torch.Generator().manual_seed(0))
     assert drawn.dtype == torch.float32
@@ -180,7 +180,7 @@ def test_binarized_pixels_are_ones_as_often_as_they_are_bright() -> None:
     assert ((drawn.mean(0) - p).abs() <= 4.5 * sigma + 1e-9).all()
 
 
-def test_the_generator_decides_the_draw() -> None:
+def test_binarize_uses_the_generator() -> None:
     images = torch.full((1000,), 128, dtype=torch.uint8)
     generator = torch.Generator().manual_seed(1)
     first, second = mnist.binarize(images, generator), mnist.binarize(images, generator)
@@ -188,7 +188,7 @@ def test_the_generator_decides_the_draw() -> None:
     assert torch.equal(first, mnist.binarize(images, torch.Generator().manual_seed(1)))
 
 
-def test_what_is_not_pixels_is_not_binarized() -> None:
+def test_binarize_refuses_other_types() -> None:
     with pytest.raises(ValueError, match=r"uint8 from 0 to 255; got torch\.float32"):
         mnist.binarize(torch.rand(3, 28, 28))
 
@@ -197,7 +197,7 @@ def test_what_is_not_pixels_is_not_binarized() -> None:
 
 
 @real
-def test_the_real_digits_are_all_there() -> None:
+def test_real_mnist() -> None:
     data = mnist.load()
     assert data.train.shape == (60_000, 28, 28)
     assert data.test.shape == (10_000, 28, 28)
@@ -211,7 +211,7 @@ def test_the_real_digits_are_all_there() -> None:
 
 
 @real
-def test_the_real_binarized_digits_are_draws_of_the_real_digits() -> None:
+def test_real_binarized_mnist_matches_mnist() -> None:
     fixed, gray = mnist.load_binarized(), mnist.load()
     shapes = [len(split) for split in (fixed.train, fixed.valid, fixed.test)]
     assert shapes == [50_000, 10_000, 10_000]

@@ -1,4 +1,4 @@
-"""ZCA against numpy in float64, and its cache against everything that can happen to a file."""
+"""ZCA against numpy in float64, and its cache against damaged files."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def oracle(images: Tensor) -> tuple[np.ndarray, np.ndarray]:
     shape=st.sampled_from([(1,), (7,), (1, 4, 4), (3, 4, 4)]),
     levels=st.sampled_from([2, 256]),
 )
-def test_fit_and_apply_agree_with_numpy(
-    seed: int, n: int, shape: tuple[int, ...], levels: int
-) -> None:
+def test_fit_and_apply_match_numpy(seed: int, n: int, shape: tuple[int, ...], levels: int) -> None:
     images, others = random_images(seed, 2, max(n, 5), *shape, levels=levels)
     images = images[:n]
     mean, matrix = oracle(images)
@@ -55,7 +53,7 @@ def test_fit_and_apply_agree_with_numpy(
     np.testing.assert_allclose(white.flatten(1), x @ matrix, rtol=1e-4, atol=1e-4 * scale)
 
 
-def test_many_rows_and_columns_agree_with_numpy() -> None:
+def test_many_rows_and_columns_match_numpy() -> None:
     """More rows than are added up exactly at once, more columns than one block."""
     images = random_images(0, 2 * zca._EXACT_ROWS + 99, 3, 13, 13)
     assert images[0].numel() > zca._BLOCK
@@ -66,7 +64,7 @@ def test_many_rows_and_columns_agree_with_numpy() -> None:
 
 
 @pytest.mark.parametrize("pixel", [1, 255])
-def test_no_product_is_rounded(pixel: int) -> None:
+def test_products_are_exact(pixel: int) -> None:
     """Against integers, where the sums are largest: most pixels at an end of the range."""
     pixels = random_images(5, 3 * zca._EXACT_ROWS + 1, zca._BLOCK + 9)
     pixels[:, 5:] = pixel
@@ -84,14 +82,14 @@ def test_whitened_images_have_mean_zero_and_covariance_identity() -> None:
     torch.testing.assert_close(covariance, torch.eye(192).double(), atol=1e-2, rtol=0)
 
 
-def test_the_map_is_symmetric_and_keeps_the_images_as_close_as_whitening_can() -> None:
+def test_map_is_symmetric() -> None:
     """ZCA, not PCA: W = Wᵀ, positive definite."""
     matrix = zca.fit(random_images(2, 500, 1, 6, 6)).matrix
     torch.testing.assert_close(matrix, matrix.T)
     assert torch.linalg.eigvalsh(matrix.double()).min() > 0
 
 
-def test_a_constant_pixel_is_zero_after_whitening() -> None:
+def test_constant_pixel_is_zero_after_whitening() -> None:
     images = random_images(3, 200, 1, 4, 4)
     images[:, 0, 0, 0] = 9
     white = zca.apply(zca.fit(images), images)
@@ -100,12 +98,12 @@ def test_a_constant_pixel_is_zero_after_whitening() -> None:
 
 
 @pytest.mark.parametrize("images", [torch.rand(5, 3), torch.zeros(5, dtype=torch.uint8)])
-def test_what_is_not_pixels_is_refused(images: Tensor) -> None:
+def test_other_types_are_refused(images: Tensor) -> None:
     with pytest.raises(ValueError, match=r"takes pixels, uint8 of shape \(N, …\); got torch"):
         zca.fit(images)
 
 
-def test_no_images_and_images_of_another_size_are_refused() -> None:
+def test_other_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one image"):
         zca.fit(torch.zeros(0, 3, 4, 4, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"\(2, 1, 5, 5\) have 25 values each.*fitted on 16"):
@@ -141,7 +139,7 @@ def equal(a: Zca, b: Zca) -> bool:
     return torch.equal(a.mean, b.mean) and torch.equal(a.matrix, b.matrix)
 
 
-def test_the_second_time_comes_from_disk_bit_for_bit(cache: Path, fits: list[int]) -> None:
+def test_cached_map_is_bit_equal(cache: Path, fits: list[int]) -> None:
     first, second = zca.fit_once(IMAGES), zca.fit_once(IMAGES.clone())
     assert equal(first, second)
     assert fits == [100]
@@ -149,7 +147,7 @@ def test_the_second_time_comes_from_disk_bit_for_bit(cache: Path, fits: list[int
 
 
 @pytest.mark.usefixtures("cache")
-def test_other_images_have_another_map(fits: list[int]) -> None:
+def test_other_images_have_another_cache_file(fits: list[int]) -> None:
     changed = IMAGES.clone()
     changed[99, 0, 4, 4] ^= 1
     maps = [zca.fit_once(x) for x in (IMAGES, changed, IMAGES[:99], IMAGES.view(50, 50))]
@@ -186,9 +184,7 @@ def malicious(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncated, flipped, emptied, of_something_else, malicious])
-def test_a_damaged_cache_is_fitted_anew_and_mended(
-    cache: Path, fits: list[int], damage: object
-) -> None:
+def test_damaged_cache_is_replaced(cache: Path, fits: list[int], damage: object) -> None:
     first = zca.fit_once(IMAGES)
     (path,) = cache.iterdir()
     assert callable(damage)
@@ -200,7 +196,7 @@ def test_a_damaged_cache_is_fitted_anew_and_mended(
     assert list(cache.iterdir()) == [path]
 
 
-def test_another_maps_file_is_not_taken_for_this_one(cache: Path) -> None:
+def test_cache_file_of_another_map_is_not_used(cache: Path) -> None:
     first = zca.fit_once(IMAGES)
     (mine,) = cache.iterdir()
     zca.fit_once(IMAGES.flip(0)[:50])
@@ -209,22 +205,18 @@ def test_another_maps_file_is_not_taken_for_this_one(cache: Path) -> None:
     assert equal(zca.fit_once(IMAGES), first)
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(cache: Path) -> None:
+def test_unwritable_cache_is_a_warning(cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    with pytest.warns(UserWarning, match=r"cannot be kept in .*WEIGHTNORM_CACHE"):
+    with pytest.warns(UserWarning, match=r"cannot be cached in .*WEIGHTNORM_CACHE"):
         fitted = zca.fit_once(IMAGES)
     assert equal(fitted, zca.fit(IMAGES))
 
 
-def test_a_full_disk_leaves_no_half_written_file(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, content: memoryview) -> None:
-        with path.open("wb") as stream:
-            stream.write(content[: len(content) // 2])
+def test_full_disk_leaves_no_partial_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(UserWarning, match="No space left"):
         zca.fit_once(IMAGES)
     assert list(cache.iterdir()) == []

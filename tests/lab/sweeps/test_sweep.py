@@ -387,7 +387,7 @@ def run_sweep(grid, stub, **options):
 
 @pytest.fixture
 def place(tmp_path):
-    return tmp_path / "stub"
+    return tmp_path / "stub runs"
 
 
 def most_concurrent(stub):

@@ -65,7 +65,7 @@ def listens(port):
 
 @pytest.fixture
 def place(tmp_path):
-    return tmp_path / "stub"
+    return tmp_path / "stub runs"
 
 
 def test_runs_use_the_whole_cluster(tmp_path, place, address):

@@ -62,8 +62,9 @@ class Workbench:
     def data(self) -> Labelled:
         if self.quick:
             raw = digits.load()
-            mean, std = raw.train.mean(), raw.train.std()
-            train, test = ((x - mean) / std for x in (raw.train, raw.test))
+            images = raw.train.float()
+            mean, std = images.mean(), images.std()
+            train, test = ((x.float() - mean) / std for x in (raw.train, raw.test))
             return Labelled(train, raw.train_labels, test, raw.test_labels, raw.label_names)
         raw = cifar10.load(self.data_dir)
         factor = raw.train.shape[-1] // self.side

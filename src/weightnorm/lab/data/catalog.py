@@ -1,4 +1,4 @@
-"""Which files make up each data set, how to know them, and where to get them."""
+"""Files of each data set: names, sizes, checksums and download addresses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class File:
-    """One file as its authors published it."""
+    """One published file."""
 
     name: str
     size: int
@@ -15,7 +15,7 @@ class File:
     checksum: str
     """``md5:…`` or ``sha256:…``, as pooch writes it."""
     or_gzipped: bool = False
-    """May also lie as `name`.gz; size and checksum are then those of what is inside."""
+    """Whether `name`.gz is accepted too; size and checksum are those of its content."""
 
     def __str__(self) -> str:
         return f"{self.name}  {self.size:,} bytes  {self.checksum.replace(':', ' ')}"
@@ -26,12 +26,12 @@ class DataSet:
     """The files of one data set."""
 
     folder: str
-    """Where they lie, below the data folder."""
+    """Subfolder of the data folder."""
     files: tuple[File, ...]
     mirrors: tuple[str, ...]
     """Addresses to which a file's name is appended, tried in this order."""
     archive: File | None = None
-    """The one download that holds all files, as `folder`/name."""
+    """A single download that contains all files, as `folder`/name."""
 
 
 DATA_SETS = {

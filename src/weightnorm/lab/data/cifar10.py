@@ -17,7 +17,7 @@ from weightnorm.lab.errors import DataError
 
 
 def load(data_dir: Path | None = None) -> Labelled:
-    """The pixels as published: uint8, (50000, 3, 32, 32) and (10000, 3, 32, 32)."""
+    """Load the published pixels: uint8, (50000, 3, 32, 32) and (10000, 3, 32, 32)."""
     paths = fetch("cifar10", data_dir)
     train, train_labels = _batches([p for name, p in paths.items() if name.startswith("data_")])
     test, test_labels = _batches([paths["test_batch"]])
@@ -27,12 +27,12 @@ def load(data_dir: Path | None = None) -> Labelled:
 def load_whitened(
     data_dir: Path | None = None, *, limit: int | None = None, test_limit: int | None = None
 ) -> Labelled:
-    """The images after ZCA: float32. Fitted on all training images, applied to the first ones.
+    """Load ZCA-whitened images: float32. The map is fitted on all training images.
 
     Args:
         data_dir: see `fetch.data_dir`.
-        limit: how many training images to return; all if None.
-        test_limit: how many test images to return; all if None.
+        limit: number of training images to return; all if None.
+        test_limit: number of test images to return; all if None.
     """
     for name, value in (("limit", limit), ("test_limit", test_limit)):
         if value is not None and value < 1:
@@ -49,7 +49,7 @@ def load_whitened(
 
 
 def _batches(paths: Sequence[Path]) -> tuple[Tensor, Tensor]:
-    """Images and labels of these batch files, one after the other."""
+    """Read and concatenate the images and labels of batch files."""
     images, labels = [], []
     for path in paths:
         batch = safe_pickle.read(path)

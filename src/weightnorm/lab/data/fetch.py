@@ -1,13 +1,11 @@
-"""Finds the files of a data set, downloads what is missing, and vouches for every byte.
-
-No file is handed out before its size and checksum are those of `catalog.DATA_SETS`.
-"""
+"""Find the files of a data set, download missing ones, and verify size and checksum of each."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import os
+import shutil
 import sys
 import tarfile
 import zlib
@@ -20,26 +18,27 @@ import pooch  # type: ignore[import-untyped]
 
 from weightnorm.lab.data.catalog import DATA_SETS, DataSet, File
 from weightnorm.lab.errors import DataError
+from weightnorm.lab.files import atomic_writer
 
 BAD_GZIP = (OSError, EOFError, zlib.error)
-"""What reading a damaged gzip file can raise."""
+"""Exceptions raised by a damaged gzip file."""
 
 
 @dataclass(frozen=True)
 class FileStatus:
-    """One file on disk, compared with what it should be."""
+    """State of one file on disk."""
 
     file: File
     path: Path
-    """Where it is, or where it belongs."""
+    """Where the file is, or should be."""
     state: Literal["valid", "missing", "corrupt"]
     fault: str = ""
-    """What is wrong with a corrupt file."""
+    """Why a file is corrupt."""
 
 
 @dataclass(frozen=True)
 class DataSetStatus:
-    """All files of one data set."""
+    """State of the files of one data set."""
 
     name: str
     folder: Path
@@ -59,28 +58,30 @@ class DataSetStatus:
 
 
 def data_dir(explicit: Path | None = None) -> Path:
-    """The data folder: the one given, else ``$WEIGHTNORM_DATA``, else the user's cache folder."""
+    """Return the data folder: `explicit`, else ``$WEIGHTNORM_DATA``, else the user's cache folder."""
     chosen = explicit or os.environ.get("WEIGHTNORM_DATA") or pooch.os_cache("weightnorm")
     return Path(chosen).expanduser().absolute()
 
 
 def status(root: Path | None = None) -> tuple[DataSetStatus, ...]:
-    """What is there and what is not, for every data set, each file read and verified."""
+    """Read and verify every file of every data set."""
     return tuple(inspect(name, root) for name in DATA_SETS)
 
 
 def inspect(name: str, root: Path | None = None) -> DataSetStatus:
-    """The status of one data set."""
+    """Read and verify every file of one data set."""
     if name not in DATA_SETS:
         raise DataError(f"there is no data set {name!r}; choose one of {', '.join(DATA_SETS)}")
     folder = data_dir(root) / DATA_SETS[name].folder
-    return DataSetStatus(name, folder, tuple(_look(folder, f) for f in DATA_SETS[name].files))
+    return DataSetStatus(
+        name, folder, tuple(_file_status(folder, f) for f in DATA_SETS[name].files)
+    )
 
 
 def fetch(name: str, root: Path | None = None, *, download: bool = True) -> dict[str, Path]:
-    """The verified files of a data set, by name; what is missing is downloaded first.
+    """Return the verified files of a data set by name, after downloading missing ones.
 
-    A damaged file is never replaced or deleted: it is an error that asks you to.
+    A damaged file is never replaced or deleted; it is an error.
     """
     found = inspect(name, root)
     reason = "downloads are off"
@@ -97,7 +98,7 @@ def fetch(name: str, root: Path | None = None, *, download: bool = True) -> dict
     return {entry.file.name: entry.path for entry in found.files}
 
 
-def _look(folder: Path, file: File) -> FileStatus:
+def _file_status(folder: Path, file: File) -> FileStatus:
     path = folder / file.name
     if file.or_gzipped and not path.exists():
         gzipped = path.with_name(file.name + ".gz")
@@ -109,7 +110,7 @@ def _look(folder: Path, file: File) -> FileStatus:
 
 
 def _fault(file: File, path: Path) -> str:
-    """How the bytes at `path` differ from the published ones; empty if they do not."""
+    """Describe how a file differs from the published one; empty if it does not."""
     algorithm, expected = file.checksum.split(":")
     unpack = path.name != file.name
     digest, size = hashlib.new(algorithm, usedforsecurity=False), 0
@@ -126,7 +127,7 @@ def _fault(file: File, path: Path) -> str:
 
 
 def _download(data: DataSet, found: DataSetStatus) -> None:
-    """Bring the missing files into place, each whole or not at all."""
+    """Download the missing files, each whole or not at all."""
     try:
         found.folder.mkdir(parents=True, exist_ok=True)
         scratch = TemporaryDirectory(dir=found.folder, prefix=".download-")
@@ -136,15 +137,18 @@ def _download(data: DataSet, found: DataSetStatus) -> None:
         temporary = Path(name)
         if data.archive:
             archive = _retrieve(data.archive, data.mirrors, temporary)
-            _unpack(archive, {f"{data.folder}/{e.file.name}" for e in found.missing}, temporary)
+            _unpack(archive, {f"{data.folder}/{e.file.name}": e.path for e in found.missing})
+            return
         for entry in found.missing:
-            if not data.archive:
-                _retrieve(entry.file, data.mirrors, temporary).chmod(0o644)  # pooch's: 0o600.
-            os.replace(temporary / entry.file.name, entry.path)
+            with (
+                _retrieve(entry.file, data.mirrors, temporary).open("rb") as downloaded,
+                atomic_writer(entry.path) as file,
+            ):
+                shutil.copyfileobj(downloaded, file)
 
 
 def _retrieve(file: File, mirrors: tuple[str, ...], folder: Path) -> Path:
-    """Download one file from the first mirror that gives the right bytes."""
+    """Download a file from the first mirror with the right checksum."""
     failures = []
     for mirror in mirrors:
         downloader = pooch.HTTPDownloader(progressbar=sys.stderr.isatty())
@@ -159,13 +163,14 @@ def _retrieve(file: File, mirrors: tuple[str, ...], folder: Path) -> Path:
     raise OSError("\n  ".join(["the download failed", *failures]))
 
 
-def _unpack(archive: Path, members: set[str], folder: Path) -> None:
-    """Take out the named files and nothing else: no path inside the archive is trusted."""
+def _unpack(archive: Path, members: dict[str, Path]) -> None:
+    """Extract only the named members, each to the given path: paths in the archive are untrusted."""
     with tarfile.open(archive) as tar:
         for member in tar:
             content = tar.extractfile(member) if member.name in members else None
             if content:
-                (folder / Path(member.name).name).write_bytes(content.read())
+                with atomic_writer(members[member.name]) as file:
+                    shutil.copyfileobj(content, file)
 
 
 def _corrupt_message(found: DataSetStatus) -> str:

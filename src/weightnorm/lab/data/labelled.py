@@ -1,4 +1,4 @@
-"""What every labelled data set is once loaded."""
+"""The type of a labelled data set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """Images and their classes: one row an example, labels as int64."""
+    """Images and labels, one row per example; labels are int64."""
 
     train: Tensor
     train_labels: Tensor

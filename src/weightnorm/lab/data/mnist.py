@@ -1,4 +1,4 @@
-"""MNIST, its fixed binarization (Larochelle's), and binarization anew for each use."""
+"""MNIST, its fixed binarization (Larochelle's), and random binarization."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIDE = 28
 
 @dataclass(frozen=True, eq=False)
 class Binarized:
-    """Images of zeros and ones: uint8, (50000, 28, 28), (10000, 28, 28), (10000, 28, 28)."""
+    """Binary images: uint8, (50000, 28, 28), (10000, 28, 28), (10000, 28, 28)."""
 
     train: Tensor
     valid: Tensor
@@ -29,7 +29,7 @@ class Binarized:
 
 
 def load(data_dir: Path | None = None) -> Labelled:
-    """The pixels as published: uint8, (60000, 28, 28) and (10000, 28, 28)."""
+    """Load the published pixels: uint8, (60000, 28, 28) and (10000, 28, 28)."""
     paths = fetch("mnist", data_dir)
     train, train_labels, test, test_labels = (
         read_idx(paths[f"{split}-{kind}-ubyte.gz"], ndim)
@@ -41,7 +41,7 @@ def load(data_dir: Path | None = None) -> Labelled:
 
 
 def load_binarized(data_dir: Path | None = None) -> Binarized:
-    """The fixed binarization that density estimation is measured on."""
+    """Load the fixed binarization, the benchmark of density estimation."""
     paths = fetch("binarized-mnist", data_dir)
     return Binarized(
         *(read_amat(paths[f"binarized_mnist_{s}.amat"]) for s in ("train", "valid", "test"))
@@ -49,14 +49,14 @@ def load_binarized(data_dir: Path | None = None) -> Binarized:
 
 
 def binarize(images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """x ~ Bernoulli(pixel/255), drawn anew at each call: uint8 in, float32 zeros and ones out."""
+    """Sample x ~ Bernoulli(pixel/255): uint8 in, float32 zeros and ones out."""
     if images.dtype != torch.uint8:
         raise ValueError(f"binarize takes pixels, uint8 from 0 to 255; got {images.dtype}")
     return torch.bernoulli(images.float() / 255, generator=generator)
 
 
 def read_idx(path: Path, ndim: int) -> Tensor:
-    """An idx.gz file of bytes: magic 0x08, `ndim`; the shape, big-endian; then the bytes."""
+    """Read an idx.gz file of bytes: magic 0x08, `ndim`; the shape, big-endian; then the bytes."""
     content = _unpacked(path)
     head = 4 + 4 * ndim
     magic = 0x800 + ndim
@@ -66,12 +66,12 @@ def read_idx(path: Path, ndim: int) -> Tensor:
     shape = struct.unpack(f">{ndim}I", content[4:head])
     values = np.frombuffer(content, np.uint8, offset=head)
     if len(values) != math.prod(shape):
-        raise DataError(f"{path} announces shape {shape}, but holds {len(values)} bytes")
+        raise DataError(f"{path} announces shape {shape}, but has {len(values)} bytes")
     return torch.from_numpy(values.reshape(shape).copy())
 
 
 def read_amat(path: Path) -> Tensor:
-    """Lines of 784 zeros and ones with single spaces between, plain or gzipped: (N, 28, 28)."""
+    """Read lines of 784 zeros and ones separated by spaces, plain or gzipped: (N, 28, 28)."""
     content = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
     row = 2 * SIDE * SIDE
     lines = np.frombuffer(content[: len(content) // row * row], np.uint8).reshape(-1, row)

@@ -1,9 +1,9 @@
-"""Reads a pickle of arrays, lists, numbers and bytes, and can build nothing else.
+"""Unpickle arrays, lists, numbers and bytes, and nothing else.
 
 Note [stand-ins for numpy]
-    A pickle is a program that names what to call. Not even numpy's own names are safe to call:
-    ``numpy.ndarray`` takes any bytes for an array of objects, which are then followed as pointers.
-    So each admitted name means a class below, and the array is made from plain bytes by us.
+    A pickle is a program that calls functions by name. Even numpy's own functions are not safe:
+    ``numpy.ndarray`` accepts any bytes as an array of objects, which are then used as pointers. So
+    each allowed name is replaced by a class below, which builds the array from plain bytes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from weightnorm.lab.errors import DataError
 
 
 def read(path: Path) -> dict[bytes, Any]:
-    """The dictionary pickled at `path`; its arrays are of uint8. Anything else is a `DataError`."""
+    """Read a pickled dictionary whose arrays are uint8. Raises DataError for anything else."""
     try:
         with path.open("rb") as stream:
             content = _Unpickler(stream, encoding="bytes").load()
         if not isinstance(content, dict):
             raise TypeError(f"expected a dictionary, got {type(content).__name__}")
         return {k: v.value if isinstance(v, _Array) else v for k, v in content.items()}
-    except Exception as error:  # A malformed pickle can raise whatever it likes.
+    except Exception as error:  # A malformed pickle can raise any exception.
         raise DataError(f"{path} is refused: {error}; get the file from its authors") from error
 
 
 class _Array:
-    """Stands for a numpy array of bytes; pickle hands over its content by ``__setstate__``."""
+    """Replaces numpy.ndarray; pickle passes the content to ``__setstate__``."""
 
     value: np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -44,7 +44,7 @@ class _Array:
 
 
 class _Uint8:
-    """Stands for numpy's dtype of that name, the only one admitted."""
+    """Replaces numpy.dtype; only uint8 is allowed."""
 
     def __init__(self, name: bytes | str, *flags: object) -> None:
         if name not in (b"u1", "u1"):
@@ -53,7 +53,7 @@ class _Uint8:
     def __setstate__(self, state: object) -> None: ...
 
 
-_ADMITTED = {
+_ALLOWED = {
     "numpy.core.multiarray._reconstruct": _Array,
     "numpy._core.multiarray._reconstruct": _Array,
     "numpy.ndarray": _Array,
@@ -64,8 +64,8 @@ _ADMITTED = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
         try:
-            return _ADMITTED[f"{module}.{name}"]
+            return _ALLOWED[f"{module}.{name}"]
         except KeyError:
             raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, but holds data: arrays, lists, numbers"
+                f"it refers to {module}.{name}; expected only arrays, lists and numbers"
             ) from None

@@ -1,13 +1,13 @@
 """ZCA whitening: x ← U·diag(1/√(S + ε))·Uᵀ (x − μ), with U·S·Uᵀ the covariance of the images.
 
-x = (pixel − 127.5)/128, as in the authors' code. The map is fitted once and kept on disk.
+x = (pixel − 127.5)/128, as in the authors' code. The map is fitted once and cached on disk.
 
 Note [exact covariance]
-    pixel − 128 is an integer of at most 7 bits and a sign, so a product has at most 14 bits and a
-    sum of 1024 products at most 24: float32 holds it exactly, in whatever order it is added up.
-    Blocks of 1024 images are multiplied in float32, fast, and added up in float64, so no product
-    is rounded. CIFAR-10's smallest eigenvalues are below ε, its largest above 200: a float32 `eigh`
-    loses the small ones, so that step is done in float64.
+    pixel − 128 is a signed integer of 7 bits, so a product has at most 14 bits and a sum of 1024
+    products at most 24, which float32 represents exactly in any order of summation. Blocks of 1024
+    images are multiplied in float32, which is fast, and summed in float64, so nothing is rounded.
+    CIFAR-10's smallest eigenvalues are below ε and its largest above 200: a float32 `eigh` loses
+    the small ones, so it is computed in float64.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 import pooch  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
+
+from weightnorm.lab.files import write_atomically
 
 EPS = 1e-5
 _EXACT_ROWS = 1024
@@ -39,7 +40,7 @@ class Zca:
 
 
 def fit(images: Tensor) -> Zca:
-    """The ZCA map of these images, (N, …) of uint8.
+    """Fit the ZCA map of images, (N, …) of uint8.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> images = torch.randint(256, (1000, 2), generator=generator, dtype=torch.uint8)
@@ -57,7 +58,7 @@ def fit(images: Tensor) -> Zca:
 
 
 def apply(zca: Zca, images: Tensor) -> Tensor:
-    """The whitened images: uint8 in, float32 of the same shape out."""
+    """Whiten images: uint8 in, float32 of the same shape out."""
     pixels = _flat(images)
     if pixels.shape[1] != len(zca.mean):
         raise ValueError(
@@ -71,9 +72,9 @@ def apply(zca: Zca, images: Tensor) -> Tensor:
 
 
 def fit_once(images: Tensor) -> Zca:
-    """`fit`, but kept on disk under the images' checksum, and taken from there the next time.
+    """Fit the ZCA map, or load it from the cache if these images were fitted before.
 
-    In ``$WEIGHTNORM_CACHE``, else the user's cache folder. A damaged file there is fitted anew; a
+    The cache is ``$WEIGHTNORM_CACHE`` or the user's cache folder. A damaged file is replaced; a
     folder that cannot be written is a warning.
     """
     folder = Path(os.environ.get("WEIGHTNORM_CACHE") or pooch.os_cache("weightnorm")).expanduser()
@@ -86,7 +87,7 @@ def fit_once(images: Tensor) -> Zca:
             _save(zca, path)
         except OSError as error:
             warnings.warn(
-                f"the ZCA map is fitted but cannot be kept in {folder} ({error}); it will be "
+                f"the ZCA map is fitted but cannot be cached in {folder} ({error}); it will be "
                 "fitted again next time, unless $WEIGHTNORM_CACHE names a writable folder",
                 stacklevel=2,
             )
@@ -94,7 +95,7 @@ def fit_once(images: Tensor) -> Zca:
 
 
 def _moments(pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of (pixel − 127.5)/128 in float64; of the latter the upper triangle."""
+    """Compute mean and covariance of (pixel − 127.5)/128 in float64; the latter's upper triangle."""
     n, d = pixels.shape
     total = torch.zeros(d, dtype=torch.float64)
     products = torch.zeros(d, d, dtype=torch.float64)
@@ -124,25 +125,19 @@ def _checksum(head: str, *tensors: Tensor) -> str:
 
 
 def _load(path: Path) -> Zca | None:
-    """The map kept at `path`; None if there is none, or it is not what was written."""
+    """Load a cached map; None if there is none or its checksum differs."""
     try:
-        kept = torch.load(path, weights_only=True)
-        zca = Zca(kept["mean"], kept["matrix"])
-        intact = kept["checksum"] == _checksum(path.name, zca.mean, zca.matrix)
-    except Exception:  # Whatever is wrong with it, fitting anew puts it right.
+        cached = torch.load(path, weights_only=True)
+        zca = Zca(cached["mean"], cached["matrix"])
+        intact = cached["checksum"] == _checksum(path.name, zca.mean, zca.matrix)
+    except Exception:  # A damaged file is fitted again.
         return None
     return zca if intact else None
 
 
 def _save(zca: Zca, path: Path) -> None:
-    """Written aside, then moved into place: a reader sees all of it or nothing."""
     checksum = _checksum(path.name, zca.mean, zca.matrix)
-    content = io.BytesIO()  # Straight to a full disk, torch.save raises a RuntimeError.
+    content = io.BytesIO()  # On a full disk, torch.save raises other errors than OSError.
     torch.save({"mean": zca.mean, "matrix": zca.matrix, "checksum": checksum}, content)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        aside.write_bytes(content.getbuffer())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_atomically(path, content.getvalue())

@@ -165,10 +165,11 @@ def load(config: Config) -> Labelled:
     if config.data == "cifar10":
         return cifar10.load_whitened(config.data_dir, limit=config.limit)
     raw = digits.load()
-    train, test = ((x * 255).round().to(torch.uint8) for x in (raw.train, raw.test))
-    whiten = partial(zca.apply, zca.fit(train))
+    whiten = partial(zca.apply, zca.fit(raw.train))
     large = partial(F.interpolate, scale_factor=2.0)  # the network halves its input twice
-    return replace(raw, train=large(whiten(train))[: config.limit], test=large(whiten(test)))
+    return replace(
+        raw, train=large(whiten(raw.train))[: config.limit], test=large(whiten(raw.test))
+    )
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, config: Config, epoch: int) -> None:

@@ -175,7 +175,7 @@ def load(config: Config) -> tuple[Tensor, Tensor]:
     """Load the binary training and test images: uint8, (N, side²)."""
     if config.data == "digits":
         raw = digits.load()
-        train, test = ((images > 0.5).to(torch.uint8) for images in (raw.train, raw.test))
+        train, test = ((images > 128).to(torch.uint8) for images in (raw.train, raw.test))
     else:
         images = mnist.load_binarized(config.data_dir)
         train, test = images.train, images.test

@@ -182,8 +182,7 @@ def load(config: Config) -> tuple[Tensor, Tensor]:
     every run: (N, C, H, W)."""
     if config.data == "digits":
         raw = digits.load()
-        train, test = (F.interpolate(x, scale_factor=2.0) * 255 for x in (raw.train, raw.test))
-        train, test = train.round().to(torch.uint8), test.round().to(torch.uint8)
+        train, test = (F.interpolate(x, scale_factor=2.0) for x in (raw.train, raw.test))
     elif config.data == "mnist":
         raw = mnist.load(config.data_dir)
         train, test = raw.train.unsqueeze(1), raw.test.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process."""
+"""Freed memory is kept by the process."""
 
 import subprocess
 import sys
@@ -19,12 +19,12 @@ before = faults(); step(); print(faults() - before)
 
 
 def faults_of_a_step(keep: bool) -> int:
-    """Pages of memory that a step has to fetch, after several like it."""
+    """Count the page faults of a step, after several equal ones."""
     words = [sys.executable, "-c", COUNT_FAULTS.format(keep=keep)]
     return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.skipif(not keep_freed_memory(), reason="the C library is not glibc")
-def test_a_step_finds_the_memory_that_the_last_one_freed():
+def test_freed_memory_is_reused():
     assert faults_of_a_step(keep=False) > 100
     assert faults_of_a_step(keep=True) < 100

@@ -58,7 +58,7 @@ class DataSetStatus:
 
 
 def data_dir(explicit: Path | None = None) -> Path:
-    """Return the data folder: `explicit`, else ``$WEIGHTNORM_DATA``, else the user's cache folder."""
+    """Return `explicit`, else ``$WEIGHTNORM_DATA``, else the user's cache folder."""
     chosen = explicit or os.environ.get("WEIGHTNORM_DATA") or pooch.os_cache("weightnorm")
     return Path(chosen).expanduser().absolute()
 
@@ -164,7 +164,7 @@ def _retrieve(file: File, mirrors: tuple[str, ...], folder: Path) -> Path:
 
 
 def _unpack(archive: Path, members: dict[str, Path]) -> None:
-    """Extract only the named members, each to the given path: paths in the archive are untrusted."""
+    """Extract only the named members, to the given paths: those in the archive are untrusted."""
     with tarfile.open(archive) as tar:
         for member in tar:
             content = tar.extractfile(member) if member.name in members else None

@@ -95,7 +95,7 @@ def fit_once(images: Tensor) -> Zca:
 
 
 def _moments(pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute mean and covariance of (pixel − 127.5)/128 in float64; the latter's upper triangle."""
+    """Compute mean and upper triangle of the covariance of (pixel − 127.5)/128 in float64."""
     n, d = pixels.shape
     total = torch.zeros(d, dtype=torch.float64)
     products = torch.zeros(d, d, dtype=torch.float64)

@@ -6,6 +6,8 @@ from weightnorm.lab.cli.main import main as run
 
 
 def main() -> int:
+    for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode must not stop a command
+        getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     return run(sys.argv[1:])
 
 

@@ -164,7 +164,11 @@ def kept_axis(weight: StoredWeight, dim: Dim = "infer") -> tuple[int | None, int
     if len(fitting) == 1:
         return fitting[0]
     axes = [axis for axis, _ in fitting]
-    reason = f"could be along any of the axes {axes}; choose with dim" if axes else "fits no axis"
+    reason = (
+        f"could be along any of the axes {axes}; choose with dim, in convert_state_dict"
+        if axes
+        else "fits no axis"
+    )
     raise StateDictError(
         f"{weight.path}: g of shape {tuple(weight.g.shape)} beside v of shape "
         f"{tuple(weight.v.shape)} {reason}"
@@ -404,15 +408,16 @@ def _refuse_narrow(path: str, *parts: Tensor) -> None:
 
 def _refuse_further_parametrizations(state: State, weight: StoredWeight) -> None:
     """Refuse a weight that more than weight norm computes: folding would drop the rest."""
-    if weight.format == "parametrize":
-        prefix = weight.keys[0].removesuffix("original0")
-        known = {*weight.keys, log_key(weight.path)}
-        for key in state:
-            if isinstance(key, str) and key.startswith(prefix) and key not in known:
-                raise StateDictError(
-                    f"{weight.path}: {key!r} belongs to a further parametrization of the weight; "
-                    "remove it from the model before saving"
-                )
+    if weight.format != "parametrize":
+        return
+    prefix = weight.keys[0].removesuffix("original0")
+    further = re.compile(re.escape(prefix) + r"\d+\.")  # the modules of a ParametrizationList
+    for key in state:
+        if isinstance(key, str) and further.match(key) and key != log_key(weight.path):
+            raise StateDictError(
+                f"{weight.path}: {key!r} belongs to a further parametrization of the weight; "
+                "remove it from the model before saving"
+            )
 
 
 def _refuse_collisions(tensors: list[PlannedTensor]) -> None:
@@ -552,7 +557,11 @@ def _fit(target: NormalizedWeight, weight: StoredWeight | None, value: Any) -> d
 def _keeps_parts(target: NormalizedWeight, weight: StoredWeight) -> bool:
     """Whether v and g themselves can be loaded; else only w = g·v/‖v‖ can."""
     v, g = target.stored
-    if weight.v.shape != v.shape or not _same_units(weight.g, g):
+    if weight.v.shape != v.shape:
+        return False
+    # A flat g is accepted if it can only be along one axis.
+    flat = weight.g.ndim == 1 and weight.g.numel() == g.numel()
+    if weight.g.shape != g.shape and not (flat and len(_kept_axes(weight, "infer")) == 1):
         return False
     # A log-scale cannot represent a negative g.
     return not target.is_log or weight.is_log or not bool((weight.g < 0).any())
@@ -562,11 +571,6 @@ def _fold_checked(state: State, weight: StoredWeight) -> Tensor:
     _refuse_further_parametrizations(state, weight)
     _refuse_narrow(weight.path, weight.v, weight.g)
     return fold(weight)
-
-
-def _same_units(g: Tensor, own: Tensor) -> bool:
-    """Whether both g are of the same units. A flat g is compared by its length."""
-    return g.shape == own.shape or (g.ndim == 1 and g.numel() == own.numel())
 
 
 def _own_keys(weight: NormalizedWeight) -> tuple[str, ...]:

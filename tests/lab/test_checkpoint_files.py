@@ -739,3 +739,11 @@ def test_the_extra_files_lists_what_is_imported():
     extras = project["optional-dependencies"]
     assert set(extras["files"]) == {"safetensors", "rich", "tyro"}
     assert {verb.extra for verb in VERBS.values()} <= set(extras)
+
+
+def test_document_has_the_counts_of_the_tests():
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    cases = EXAMPLES["max_examples"]
+    assert f"{cases} random pickles" in page
+    assert f"{4 * cases} files with random truncation or changed bytes, {cases} of random" in page
+    assert f"{len(CLAIMS)} claims" in page

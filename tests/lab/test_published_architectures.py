@@ -1,7 +1,7 @@
 """Checkpoints of architectures whose published weights use weight norm.
 
 The models are built, normalized, saved and loaded by their own public classes and by torch; only
-the conversion between is ours. Random weights, no network.
+the conversion is this library's. Random weights, no network.
 """
 
 import re
@@ -33,7 +33,7 @@ from weightnorm.lab.cli import main
 from weightnorm.state_dicts import FORMATS, StateDictError
 
 pytestmark = [
-    pytest.mark.xdist_group("transformers"),  # slow to import: once is enough
+    pytest.mark.xdist_group("transformers"),  # slow to import: on one worker
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
@@ -43,11 +43,11 @@ class Architecture:
     kind: type[transformers.PreTrainedModel]
     config: transformers.PreTrainedConfig
     inputs: Callable[[], Tensor]
-    answer: Callable[..., Tensor]
+    output: Callable[..., Tensor]
     expects: str = "parametrize"
-    """The format that ``from_pretrained`` expects: how the class builds itself."""
+    """The format that ``from_pretrained`` expects, given by how the class builds itself."""
     dim: int = 0
-    """The axis that its authors keep."""
+    """The kept axis."""
 
 
 WAVE = {"upsample_rates": (2, 2), "upsample_kernel_sizes": (4, 4), "upsample_initial_channel": 16}
@@ -121,7 +121,7 @@ ARCHITECTURES = {
         lambda model, x: model(x, speaker_id=1).waveform,
     ),
 }
-FLAVOURS = {
+IMPLEMENTATIONS = {
     "parametrize": parametrizations.weight_norm,
     "hook": nn.utils.weight_norm,
     "folded": lambda layer, *_, **__: layer,
@@ -130,12 +130,12 @@ FLAVOURS = {
 every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
-def built(name: str, flavour: str) -> transformers.PreTrainedModel:
-    """The model as its class builds it, with this flavour where the class says weight norm.
+def built(name: str, implementation: str) -> transformers.PreTrainedModel:
+    """Build the model with this implementation wherever its class applies weight norm.
 
-    Away from g = ‖v‖, as training leaves it; in float64, so that no code of a codebook flips.
+    g is moved away from ‖v‖, as training does; in float64, so that no codebook entry changes.
     """
-    with mock.patch.object(parametrizations, "weight_norm", FLAVOURS[flavour]):
+    with mock.patch.object(parametrizations, "weight_norm", IMPLEMENTATIONS[implementation]):
         model = ARCHITECTURES[name].kind(ARCHITECTURES[name].config)
         if hasattr(model, "apply_weight_norm"):
             model.apply_weight_norm()
@@ -147,12 +147,12 @@ def built(name: str, flavour: str) -> transformers.PreTrainedModel:
     return model
 
 
-def heard(name: str, model: nn.Module) -> Tensor:
-    """What the model makes of a fixed input, with fixed noise."""
+def output_of(name: str, model: nn.Module) -> Tensor:
+    """The output for a fixed input, with fixed noise."""
     torch.manual_seed(1)
     x = ARCHITECTURES[name].inputs()
     with torch.no_grad():
-        return ARCHITECTURES[name].answer(model, x.double() if x.is_floating_point() else x)
+        return ARCHITECTURES[name].output(model, x.double() if x.is_floating_point() else x)
 
 
 @cache
@@ -164,24 +164,24 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return set(a) == set(b) and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize(("saved", "into"), [*product(FLAVOURS, FLAVOURS)])
+@pytest.mark.parametrize(("saved", "into"), [*product(IMPLEMENTATIONS, IMPLEMENTATIONS)])
 @every_architecture
-def test_any_checkpoint_loads_into_any_flavour(name, saved, into):
+def test_every_checkpoint_loads_into_every_implementation(name, saved, into):
     source, target = built(name, saved), built(name, into)
-    expected = heard(name, source)
-    assert not torch.equal(heard(name, target), expected)
+    expected = output_of(name, source)
+    assert not torch.equal(output_of(name, target), expected)
     load_state_dict(target, source.state_dict())
-    torch.testing.assert_close(heard(name, target), expected)
+    torch.testing.assert_close(output_of(name, target), expected)
 
 
 @pytest.mark.parametrize(("start", "to"), [*product(FORMATS, FORMATS)])
 @every_architecture
-def test_a_converted_state_dict_fits_key_by_key(name, start, to):
+def test_converted_state_dict_has_the_keys_of_the_target(name, start, to):
     source, target = built(name, start), built(name, to)
     state, how = source.state_dict(), {"weights": names_of(name), "dim": ARCHITECTURES[name].dim}
     there = convert_state_dict(state, to, **how)
     target.load_state_dict(there, strict=True)
-    torch.testing.assert_close(heard(name, target), heard(name, source))
+    torch.testing.assert_close(output_of(name, target), output_of(name, source))
     if start == "folded" or to != "folded":
         assert same(convert_state_dict(there, start, **how), state)
 
@@ -194,7 +194,7 @@ FILES = {
 
 
 def saved_as(kind: str, model: transformers.PreTrainedModel, folder: Path) -> Path:
-    """A checkpoint as transformers, or torch, writes it."""
+    """Write a checkpoint with transformers, or torch."""
     model.save_pretrained(folder, max_shard_size="2KB" if kind == "sharded" else "1GB")
     if kind == "pickle":
         (folder / FILES["whole"]).unlink()
@@ -202,13 +202,13 @@ def saved_as(kind: str, model: transformers.PreTrainedModel, folder: Path) -> Pa
     return folder / FILES[kind]
 
 
-def words(name: str, source: Path, target: Path, to: str, start: str) -> list[str]:
+def convert_arguments(name: str, source: Path, target: Path, to: str, start: str) -> list[str]:
     choice = ["--weights", *names_of(name), "--dim", str(ARCHITECTURES[name].dim)]
     return ["convert", str(source), str(target), "--to", to, *(choice if start == "folded" else [])]
 
 
 def loaded(name: str, folder: Path) -> transformers.PreTrainedModel:
-    """By the class's own loader, which must miss nothing and have nothing left over."""
+    """Load with the class's own loader, which must report no missing and no unexpected keys."""
     model, report = ARCHITECTURES[name].kind.from_pretrained(
         folder, output_loading_info=True, local_files_only=True
     )
@@ -222,16 +222,21 @@ def test_converted_files_load_by_from_pretrained(tmp_path, name, kind, start):
     expects, source = ARCHITECTURES[name].expects, built(name, start)
     file = saved_as(kind, source, tmp_path / "in")
     source.config.save_pretrained(tmp_path / "out")
-    assert main.main(words(name, file, tmp_path / "out" / FILES[kind], expects, start)) == 0
-    torch.testing.assert_close(heard(name, loaded(name, tmp_path / "out")), heard(name, source))
+    assert (
+        main.main(convert_arguments(name, file, tmp_path / "out" / FILES[kind], expects, start))
+        == 0
+    )
+    torch.testing.assert_close(
+        output_of(name, loaded(name, tmp_path / "out")), output_of(name, source)
+    )
 
 
-def test_without_conversion_from_pretrained_goes_on_with_random_weights(tmp_path):
+def test_without_conversion_from_pretrained_leaves_weights_random(tmp_path):
     source = built("wav2vec2", "folded")
     saved_as("whole", source, tmp_path)
     model, report = transformers.Wav2Vec2Model.from_pretrained(tmp_path, output_loading_info=True)
     assert report["missing_keys"]
-    assert not torch.allclose(heard("wav2vec2", model.eval()), heard("wav2vec2", source))
+    assert not torch.allclose(output_of("wav2vec2", model.eval()), output_of("wav2vec2", source))
 
 
 REAL_COMMANDS = [
@@ -242,45 +247,44 @@ REAL_COMMANDS = [
 
 
 @pytest.mark.parametrize(("name", "kind", "start", "to"), REAL_COMMANDS)
-def test_the_real_commands(tmp_path, name, kind, start, to):
+def test_commands(tmp_path, name, kind, start, to):
     source = built(name, start)
     file, out = saved_as(kind, source, tmp_path / "in"), tmp_path / "out" / FILES[kind]
-    code, said, complaint = command(*words(name, file, out, to, start))
-    assert code == 0, complaint
-    assert f"{len(names_of(name))} normalized weights, written as {to}" in said
-    code, table, complaint = command("inspect", out if to != "folded" else file)
-    assert code == 0, complaint
-    rows = {cells[0]: cells for line in table.splitlines() if (cells := line.split("│")[1:])}
+    code, printed, err = command(*convert_arguments(name, file, out, to, start))
+    assert code == 0, err
+    assert f"{len(names_of(name))} normalized weights, written as {to}" in printed
+    code, table, err = command("inspect", out if to != "folded" else file)
+    assert code == 0, err
+    rows = {cells[0]: cells for line in table.splitlines() if (cells := line.split())}
     for weight, (v, g) in normalized_weights(built(name, "parametrize")).items():
-        (row,) = (cells for first, cells in rows.items() if first.strip() == weight)
-        shape, dim, units = (cell.strip() for cell in row[2:5])
+        shape, dim, units = rows[weight][2:5]
         assert shape == "×".join(map(str, v.shape))
         assert (dim, units) == (str(ARCHITECTURES[name].dim), str(g.numel()))
 
 
-@pytest.mark.parametrize("flavour", ["parametrize", "hook"])
+@pytest.mark.parametrize("implementation", ["parametrize", "hook"])
 @every_architecture
-def test_removal_leaves_what_torchs_own_removal_leaves(name, flavour):
+def test_removal_equals_removal_by_torch(name, implementation):
     torch.manual_seed(0)
-    model = built(name, flavour)
-    expected = heard(name, model)
+    model = built(name, implementation)
+    expected = output_of(name, model)
     torch.manual_seed(0)
-    theirs = built(name, flavour)
+    theirs = built(name, implementation)
     for layer in filter(is_weight_normed, [*theirs.modules()]):
-        if flavour == "hook":
+        if implementation == "hook":
             nn.utils.remove_weight_norm(layer)
         else:
             parametrize.remove_parametrizations(layer, "weight")
     with folded(model):
-        torch.testing.assert_close(heard(name, model), expected)
+        torch.testing.assert_close(output_of(name, model), expected)
         assert set(model.state_dict()) == set(theirs.state_dict())
     assert tuple(remove_weight_norm(model)) == names_of(name)
     torch.testing.assert_close(dict(model.state_dict()), dict(theirs.state_dict()))
-    torch.testing.assert_close(heard(name, model), expected)
+    torch.testing.assert_close(output_of(name, model), expected)
 
 
 @pytest.mark.parametrize("name", ["dac", "hifi-gan"])
-def test_their_own_removal_knows_the_older_flavour_alone(name):
+def test_removal_by_the_class_handles_only_hooks(name):
     torch.manual_seed(0)
     ours = built(name, "hook")
     torch.manual_seed(0)
@@ -293,24 +297,24 @@ def test_their_own_removal_knows_the_older_flavour_alone(name):
 
 
 @every_architecture
-def test_the_whole_plain_model_can_be_normalized(name):
+def test_all_layers_can_be_normalized(name):
     model = built(name, "folded")
-    expected = heard(name, model)
+    expected = output_of(name, model)
     assert set(weight_norm_model(model)) >= set(names_of(name))
-    torch.testing.assert_close(heard(name, model), expected)
+    torch.testing.assert_close(output_of(name, model), expected)
 
 
-def test_the_page_lists_them():
+def test_document_lists_the_architectures():
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     rows = re.findall(r"\| `(\w+)` \| (\d) \| `(\w+)` \|", page)
     assert rows == [(a.kind.__name__, str(a.dim), a.expects) for a in ARCHITECTURES.values()]
 
 
-def test_what_does_not_fit_is_named_as_the_model_names_it():
+def test_missing_weights_are_named_as_in_the_model():
     state = built("vits", "hook").state_dict()
     missing = "flow.flows.0.wavenet.cond_layer.weight"
     del state[f"{missing}_g"], state[f"{missing}_v"]
     relative = "text_encoder.encoder.layers.0.attention.emb_rel_v"  # no part of a weight norm
     del state[relative]
-    with pytest.raises(StateDictError, match=rf"VitsModel\n  missing: {missing}, {relative}$"):
+    with pytest.raises(StateDictError, match=rf"VitsModel\n  missing: {relative}, {missing}$"):
         load_state_dict(built("vits", "parametrize"), state)

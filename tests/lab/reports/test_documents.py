@@ -39,7 +39,7 @@ def test_blocks_and_figures_are_written_once(root):
     assert names == ["docs/page.md", figure, "docs/results/figures.json"]
     text = (root / "docs/page.md").read_text()
     assert "old text" not in text
-    assert "| weight norm | 21.50 ± 0.71 | 10.75 ± 0.35 | 2 |" in text
+    assert "| weight norm | 21.50&nbsp;±&nbsp;0.71 | 10.75&nbsp;±&nbsp;0.35 | 2 |" in text
     assert text.startswith("# Results")
     assert text.endswith(PAGE[-20:])
     assert update_documents(root) == []

@@ -43,4 +43,5 @@ def _cell(text: str) -> str:
             return f"&nbsp;<sub>[{match[1]},&nbsp;{match[2]}]</sub>"
         return f"&nbsp;<sub>{match[1]}\N{NON-BREAKING HYPHEN}{match[2]}</sub>"
 
-    return INTERVAL.sub(small, text.replace("|", r"\|").replace("\N{NO-BREAK SPACE}", "&nbsp;"))
+    text = text.replace("|", r"\|").replace("\N{NO-BREAK SPACE}", "&nbsp;")
+    return INTERVAL.sub(small, text).replace(" ± ", "&nbsp;±&nbsp;")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightnorm.lab.errors import RecordError
@@ -189,6 +189,7 @@ damage = st.tuples(
 )
 
 
+@settings(max_examples=200)
 @given(st.lists(damage, min_size=1, max_size=4))
 def test_damaged_records_are_read_or_refused(tmp_path_factory, damages):
     """Any damage is a RecordError or a record of the right types, never another exception."""

@@ -142,7 +142,7 @@ def blocks(sections: dict[str, Section]) -> dict[str, str]:
                 if isinstance(item, Table):
                     found[f"{name}-{slug(item.title)}"] = markdown_table(item)
     if all(entry.findings in found for entry in GALLERY):
-        found["experiments"] = "\n".join(filter(None, _gallery(found)))
+        found["experiments"] = "\n".join(_gallery(found))
     return found
 
 
@@ -155,10 +155,12 @@ def _gallery(found: dict[str, str]) -> Iterator[str]:
     for index, entry in enumerate(GALLERY):
         sentences = found[entry.findings].removeprefix("- ").split("\n- ")[entry.first :]
         title = escape(entry.title)
-        yield "<tr>" if index % 2 == 0 else ""
-        yield f'<td width="50%" valign="top"><b><a href="{entry.card}">{title}</a></b><br>'
-        yield f'<img src="docs/results/{entry.figure}" width="400" alt="{title}"><br>'
-        yield f"{escape(' '.join(sentences))}</td>"
+        yield (
+            f'{"" if index % 2 else "<tr>"}<td width="50%" valign="top">'
+            f'<b><a href="{entry.card}">{title}</a></b><br>'
+            f'<img src="docs/results/{entry.figure}" width="400" alt="{title}"><br>'
+            f"{escape(' '.join(sentences))}</td>"
+        )
     yield "</table>"
 
 

@@ -75,3 +75,7 @@ def test_links_exist(name):
 def test_documents_agree_with_the_records():
     """If this fails, run `make docs`."""
     assert outdated(ROOT) == []
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150

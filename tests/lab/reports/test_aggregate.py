@@ -42,13 +42,13 @@ def test_stat_ignores_values_that_are_not_finite(missing):
     assert found.text() == "0.25 (n = 1 of 2)"
 
 
-def test_one_run_has_no_spread():
+def test_stat_of_one_run_has_no_std():
     assert math.isnan(stat([0.5]).std)
     assert stat([0.5]).text(scale=100) == "50.00"
     assert curve([record(0.5)], "error").std == (0,)
 
 
-def test_no_run_has_no_number():
+def test_stat_of_no_runs():
     assert stat([]).text() == "—"
     assert not stat([]).complete
     assert curve([], "error").n == 0

@@ -59,7 +59,7 @@ def rows(part, title):
     return {row[0]: dict(zip(table.head, row, strict=True)) for row in table.rows}
 
 
-def test_the_best_epoch_stands_beside_the_published_scores(agent):
+def test_scores_table_has_the_published_scores(agent):
     records = [
         agent([200, 500, 300], seed=1),
         agent([200, 300, 700], seed=2, random=140.0),

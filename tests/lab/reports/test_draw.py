@@ -76,7 +76,7 @@ def test_the_papers_figure_shows_the_bound_rising(drawn):
     assert plot.lines[0].spread[-1] == pytest.approx(2**0.5)
 
 
-def test_bounds_stand_beside_the_published_one(drawn):
+def test_bounds_table_has_the_published_bound(drawn):
     records = [drawn([130.0, 96.0]), drawn([130.0, 98.0], seed=2)]
     ours = rows(records, "Bounds")["standard"]
     assert (ours["test bound"], ours["n"], ours["KL, test"]) == (
@@ -206,7 +206,7 @@ def test_damaged_arrays_are_not_drawn(drawn, damage):
     assert not [x for x in part.content if isinstance(x, Picture)]
 
 
-def test_the_page_holds_the_pictures(drawn, tmp_path):
+def test_page_embeds_the_pictures(drawn, tmp_path):
     drawn([9.0, 8.0])
     drawn([9.0, 7.0], "weight-norm", keep=False)
     files = report(tmp_path / "runs", tmp_path / "out")

@@ -59,7 +59,7 @@ def test_learning_rates_are_their_own_ticks():
     assert [text.get_text() for text in found.get_xticklabels()] == ["0.0003", "0.003", "0.01"]
 
 
-def test_epochs_are_whole():
+def test_epoch_ticks_are_integers():
     ticks = axes(line(x=(1.0, 2.0), y=(1.0, 2.0))).get_xticks()
     assert all(tick == round(tick) for tick in ticks)
 
@@ -71,7 +71,7 @@ def test_a_long_line_has_few_markers(epochs):
     assert 1 <= len(range(0, epochs, drawn.get_markevery())) <= 15
 
 
-def test_the_legend_covers_no_curve_and_leaves_no_name_out():
+def test_legend_is_below_the_axes_and_complete():
     names = ["short", "a name that goes on " * 5]
     with matplotlib.style.context(["default", STYLE]):
         drawing = plot_figure(plot(*(line(name=name) for name in names)))
@@ -157,7 +157,7 @@ def test_bar_groups_with_intervals():
     assert set(render_figures([chart])[chart].files) == {"svg", "png"}
 
 
-def test_the_name_of_a_group_stays_within_the_chart():
+def test_long_group_names_are_wrapped():
     bar = Bar("standard", STYLES["standard"], 1.0, 0.9, 1.1)
     chart = BarChart(
         "n", "T", "C.", "x", (BarGroup("a network, a quarter of its width, " * 4, (bar,)),)

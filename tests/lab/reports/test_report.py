@@ -83,7 +83,7 @@ def test_every_figure_is_in_the_page_with_a_text_alternative(files, elements):
     assert all(svg["role"] == "img" and len(svg["aria-label"]) > 40 for svg in pictures)
 
 
-def test_figures_in_the_page_have_its_ink_and_paper(files):
+def test_figures_in_the_page_use_its_colors(files):
     pictures = files.page.read_text().partition("</style>")[2]
     assert "currentColor" in pictures
     assert INK not in pictures
@@ -119,7 +119,7 @@ def test_the_same_records_give_the_same_bytes(example, files, tmp_path):
     assert contents(tmp_path / "out") == contents(files.page.parent)
 
 
-def test_drawing_leaves_the_users_style_alone(run, tmp_path):
+def test_user_matplotlib_style_is_unchanged(run, tmp_path):
     def style():  # to read the backend would choose one
         return {key: params[key] for key in params if key != "backend"}
 
@@ -184,7 +184,7 @@ def test_text_from_records_is_escaped(run, tmp_path):
     assert all(path.parent == tmp_path / "out" / "figures" for path in files.figures)
 
 
-def test_figures_of_one_name_do_not_overwrite_each_other(run, tmp_path):
+def test_figures_of_equal_name_get_different_files(run, tmp_path):
     run(experiment="other", metrics=[{"epoch": 1, "a_b": 1.0, "a b": 2.0}])
     files = report(tmp_path / "runs", tmp_path / "out")
     names = {path.stem for path in files.figures}

@@ -52,7 +52,7 @@ def test_the_best_rate_of_each_is_plotted_and_named(run):
     assert rows(section, "Errors")["weight norm"]["lr"] == "0.003"
 
 
-def test_errors_stand_beside_the_papers(grid):
+def test_errors_table_has_the_papers_errors(grid):
     found = rows(classify.section(grid()), "Errors")
     ours = found["weight norm + mean-only batch norm"]
     assert ours["test error, %"] == "12.00 ± 0.50"

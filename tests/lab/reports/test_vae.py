@@ -86,7 +86,7 @@ def test_figure_2_has_error_bars_over_seeds(pair):
     assert standard.spread == pytest.approx([0.5] * 4)
 
 
-def test_bounds_stand_beside_published_ones_and_show_the_spread_over_seeds(pair):
+def test_bounds_table_has_published_bounds_and_spread_over_seeds(pair):
     (part,) = vae.section(pair()).content
     rows = cells(part, "Bounds")
     ours = rows["weight norm"]

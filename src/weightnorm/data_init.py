@@ -137,7 +137,7 @@ class _NonFinite(Exception):
 
 
 class _Initializer:
-    """Sets each layer in a forward hook, during the pass of the model; use as a context."""
+    """Context manager whose forward hooks set each layer while the model runs."""
 
     def __init__(self, model: nn.Module, target_std: TargetStd, group: Group) -> None:
         self.names = {module: name for name, module in target_layers(model)}
@@ -152,7 +152,7 @@ class _Initializer:
 
     def __enter__(self) -> None:
         for module in self.names:
-            # First in line, so that a layer can be run again with what it was called with.
+            # Before other hooks, which may change the inputs: they run again with the layer.
             before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             after = module.register_forward_hook(self._after)
             self._hooks += [before, after]
@@ -209,9 +209,9 @@ class _Initializer:
             return "its weight is computed by another parametrization or hook"
         if layer.bias is not None and layer._parameters.get("bias") is None:
             return "its bias is computed by another parametrization or hook"
-        return self._is_shared(layer)
+        return self._shared_with(layer)
 
-    def _is_shared(self, layer: nn.Module) -> str:
+    def _shared_with(self, layer: nn.Module) -> str:
         """Return a reason if a parameter belongs to a module that ran, or that is not a target."""
         targets = {layer_of(module): module for module in self.names}
         for parameter in layers.own_parameters(layer):
@@ -261,7 +261,10 @@ class _LayerRun(NamedTuple):
         return _moments(output, self.axis, self.group, what)
 
     def two_examples(self) -> tuple[Any, Any] | None:
-        """Return the inputs cut to two examples; None if the examples cannot be told apart."""
+        """Return the inputs cut to two examples.
+
+        None if an example's output depends on the others, or the inputs share no batch axis.
+        """
         tensors = [x for x in tree_leaves(self.inputs) if isinstance(x, Tensor)]
         if isinstance(self.module, Centered) or not tensors or self.axis == 0:
             return None
@@ -300,7 +303,7 @@ def _set_layer(run: _LayerRun, target: float, backups: Backups) -> tuple[Tensor,
         offset, scale = run.per_unit(change.offset), run.per_unit(change.scale)
         output = torch.addcmul(offset, run.output.to(offset.dtype), scale).to(run.output.dtype)
         differs = _differs(run.call(cut), output[:2], run.output[:2], scale, target)
-        differs = sum_over_ranks(differs, run.group, f"the check of layer {run.name!r}")
+    differs = sum_over_ranks(differs, run.group, f"the check of layer {run.name!r}")
     after = run.moments(output)
     measured = _read(run, before, after, change, differs, target)
     for _ in range(_RERUNS):

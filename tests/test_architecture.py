@@ -89,7 +89,7 @@ LAB = {
     "reports": ({"errors", "files", "runs"}, False, {"numpy", "matplotlib", "PIL", "jinja2"}),
     "safetensors_writer": ({"files"}, False, {"torch"}),
     "checkpoint_files": (
-        {"errors", "files", "runs", "safetensors_writer"},
+        {"errors", "files", "safetensors_writer"},
         True,
         {"torch", "safetensors"},
     ),
@@ -111,7 +111,7 @@ LAB = {
         {"torch", "tyro", "rich"},
     ),
 }
-RECORDS_ONLY = ("checkpoint_files", "reports")
+RECORDS_ONLY = ("reports",)
 """Units that may import nothing of `runs` but records and selection, which do not need torch."""
 
 

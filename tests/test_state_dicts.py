@@ -295,7 +295,7 @@ def test_loading_refuses_two_values_of_one_weight(kind):
 
 
 def test_result_that_would_be_misread_is_refused():
-    state = {"a_v_g": g, "a_v_v": v, "a_g": g}  # folded, a_v would look like the v of a_g
+    state = {"a_v_g": g, "a_v_v": v, "a_g": g}  # once folded, a_v fits a_g
     with pytest.raises(StateDictError, match="'a_g' and 'a_v' of the result would be read as"):
         convert_state_dict(state, "folded")
     one_by_one = nn.ConvTranspose1d(4, 12, 1, groups=4)  # a g as large as v
@@ -433,6 +433,7 @@ def test_float8_is_renamed_but_not_computed_with():
 
 def test_a_string_is_one_pattern():
     state = {"a.weight": w, "b.kernel": w}
+    assert len(convert_state_dict({"a[0]": w}, "hook", weights="a[0]")) == 2  # or a name
     assert set(convert_state_dict(state, "hook", weights="*.weight")) == {
         "a.weight_g", "a.weight_v", "b.kernel",
     }  # fmt: skip

@@ -190,8 +190,7 @@ def _resolve(path: str, w: Tensor, dim: Dim) -> int | None:
 def fold(weight: StoredWeight, dim: Dim = "infer") -> Tensor:
     """Compute w = g·v/‖v‖; v itself for units with g = ‖v‖, so that decomposing is undone exactly.
 
-    Note [equal means equal in storage]
-        decompose stores g = ‖w‖ rounded to w's type, and NaN for a row with NaN.
+    g is compared with ‖v‖ rounded to g's type, as `_decompose` stores it.
     """
     v, g = weight.parts
     axis, groups = kept_axis(weight, dim)
@@ -228,7 +227,7 @@ class PlannedTensor:
     source: Hashable
     """The key that it replaces."""
     outline: Any
-    """A tensor of its shape and type; for what is no tensor, the value itself."""
+    """A tensor of its shape and type, or the value itself if that is not a tensor."""
     compute: Callable[[State], Any]
     """The value, given the state dict."""
 
@@ -240,6 +239,10 @@ class Conversion:
     names: list[str]
     """The weights that are folded, renamed or decomposed."""
     tensors: list[PlannedTensor]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)  # a name may contain [ or *
 
 
 class WeightSelection:
@@ -258,7 +261,7 @@ class WeightSelection:
         """Whether a pattern matches the name, or the name with the place of its state dict."""
         full = join_path(place, name)
         self._names.append(full)
-        found = [p for p in self._patterns if fnmatchcase(name, p) or fnmatchcase(full, p)]
+        found = [p for p in self._patterns if _fits(name, p) or _fits(full, p)]
         for pattern in found:
             self._unmatched.pop(pattern, None)
         return bool(found)
@@ -530,7 +533,7 @@ def _loadable_weights(
 ) -> dict[str, StoredWeight]:
     """Return the stored weights by each of their keys, except where the model has such keys."""
     plain = own.keys() - {key for weight in normalized.values() for key in _own_keys(weight)}
-    # The model knows which of its weights are normalized: there, names are enough.
+    # For the weights that are normalized in the model, names are enough.
     known = [_stored_pair(state, path, format) for path in normalized for format in FORMATS[:2]]
     weights = [*stored_weights(state), *filter(None, known)]
     return {key: w for w in weights if plain.isdisjoint(w.keys) for key in w.keys}

@@ -529,6 +529,19 @@ def test_sizes_that_the_file_does_not_contain_are_refused(tmp_path, write, claim
     assert not (tmp_path / "out.pt").exists()
 
 
+def test_deeply_nested_pickles_are_refused(tmp_path):
+    depth, path = 100_000, tmp_path / "deep.pt"
+    nested = b"\x80\x02" + b"}X\x01\x00\x00\x00a" * depth + b"}" + b"s" * depth + b"."
+    write_archive(path, {})
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in {**entries, "archive/data.pkl": nested}.items():
+            archive.writestr(name, content)
+    with pytest.raises(FileError, match=r"deep.pt: mappings are nested more than 100 deep"):
+        inspect_file(path)
+
+
 def test_flipped_bytes_of_a_pickle_are_noticed(tmp_path):
     source = save(state_of("hook"), tmp_path / "a.pt")
     state, content = state_of("hook"), source.read_bytes()

@@ -26,11 +26,11 @@ class ConfigError(LabError, ValueError):
 
 
 class DataError(LabError, RuntimeError):
-    """Data that is missing, damaged, or of the wrong kind; the message says what to do."""
+    """Data that is missing, damaged, or of the wrong kind; the message includes what to do."""
 
 
 class RunError(LabError):
-    """A run that cannot continue; the message says what to do."""
+    """A run that cannot continue; the message includes what to do."""
 
 
 class Diverged(LabError):
@@ -46,7 +46,7 @@ class RecordError(LabError):
 
 
 class ReportError(LabError):
-    """A report that cannot be made; the message says what to do."""
+    """A report that cannot be made; the message includes what to do."""
 
 
 class FileError(LabError):
@@ -83,7 +83,7 @@ def nearest(word: str, known: Iterable[str], kind: str) -> str:
 def printable(text: str, keep: str = "") -> str:
     r"""Escape what is not printable, except the characters in `keep`.
 
-    Names in a file are chosen by whoever wrote it: unescaped, they could control the terminal.
+    Names in a file are chosen by its author: unescaped, they could control the terminal.
 
     >>> print(printable("a\x1b[2J\nb"))
     a\x1b[2J\nb

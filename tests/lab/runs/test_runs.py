@@ -291,6 +291,15 @@ def test_damaged_record_of_a_finished_run_is_refused(tmp_path, reference, name, 
     assert "\n" not in str(caught.value)
 
 
+def test_result_with_other_values_is_printed(tmp_path, reference, capsys):
+    """A result.json that was edited or written by another version."""
+    shutil.copytree(reference, tmp_path, dirs_exist_ok=True)
+    (run_folder(tmp_path) / "result.json").write_text('{"test_error": 0.5, "a": "b", "c": null}')
+    words = ["--epochs", "2", "--limit", "100", "--batch-size", "20", "--runs", str(tmp_path)]
+    assert main(["run", "classify", "--preset", "demo", *words]) == 0
+    assert capsys.readouterr().out.strip().endswith("seed-1: test error 0.5")
+
+
 def test_folder_of_other_settings_is_refused(tmp_path, reference):
     shutil.copytree(reference, tmp_path, dirs_exist_ok=True)
     path = run_folder(tmp_path) / "config.json"

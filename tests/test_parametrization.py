@@ -240,3 +240,19 @@ def test_functional_call_inside_the_cache():
         called = torch.func.functional_call(layer, dict(other.named_parameters()), (x,))
         assert torch.equal(called, other(x))
         assert torch.equal(layer(x), before)
+
+
+def test_recurrent_layer_called_by_another_thread_during_its_forward():
+    class Interrupted(nn.GRU):
+        others = 1
+
+        def forward(self, x):
+            if self.others:
+                self.others -= 1
+                (self.other_output,) = in_threads(1, lambda i: self(x)[0])
+            return super().forward(x)
+
+    layer, x = weight_norm(Interrupted(3, 4)), torch.randn(5, 2, 3)
+    output = layer(x)[0]
+    assert torch.equal(output, layer.other_output)
+    assert torch.equal(output, layer(x)[0])

@@ -506,6 +506,16 @@ def test_half_precision_keeps_the_weight_to_one_rounding(dim, dtype):
         assert error.max() <= torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_norms_of_large_weights_are_exact_for_every_axis(dim, dtype):
+    torch.manual_seed(0)
+    w = torch.randn(2048, 2048).to(dtype)
+    wide = w.double()
+    exact = wide.norm() if dim is None else wide.norm(dim=1 - dim, keepdim=True)
+    torch.testing.assert_close(norm(w, dim).double(), exact, rtol=5e-6, atol=0)
+
+
 @pytest.mark.parametrize("options", [{"scale": "log"}, {"scale": "log", "g": 2.0}, {}])
 def test_every_tensor_is_on_the_device_of_the_weight(options):
     """The meta device stands for an accelerator."""

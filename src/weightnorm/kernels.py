@@ -58,7 +58,8 @@ def unit_shape(shape: torch.Size, dim: int | None, groups: int = 1) -> tuple[int
 def block_shape(shape: torch.Size, dim: int | None, groups: int = 1) -> tuple[int, int, int, int]:
     """(groups, before, units, after), see Note [blocks]."""
     if dim is None:
-        return 1, 1, 1, math.prod(shape)
+        # Two axes, so that the norm is a norm of norms: one long float32 sum is inexact.
+        return 1, shape[0] if shape else 1, 1, math.prod(shape[1:])
     before, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     return groups, before // groups, shape[dim], after
 

@@ -42,7 +42,7 @@ def _work(rank: int, world: int, folder: str, fn, args) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
         )
         torch.save(fn(rank, *args), f"{folder}/result-{rank}")
         dist.destroy_process_group()

@@ -216,7 +216,15 @@ def test_shared_weights_are_set_once():
 
 
 def test_other_layers_keep_their_initialization():
-    model = nn.ModuleDict({"rnn": nn.LSTM(3, 3), "pair": nn.Bilinear(3, 3, 3)})
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+    model = nn.ModuleDict(
+        {
+            "rnn": nn.LSTM(3, 3),
+            "pair": nn.Bilinear(3, 3, 3),
+            "centered": mean_only_batch_norm(nn.Bilinear(3, 3, 3)),
+            "spectral": spectral,
+        }
+    )
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     assert robust_init(model, gain=1.0) == {}
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

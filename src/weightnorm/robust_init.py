@@ -38,7 +38,7 @@ def robust_init(
     residual: str | Sequence[str] = (),
     generator: torch.Generator | None = None,
 ) -> dict[str, float]:
-    """Initialize linear and convolutional layers without data, so that depth keeps norms.
+    """Initialize linear and convolutional layers without data, preserving norms through depth.
 
     Sets v to random orthogonal rows, g to √(gain·fan_in/fan_out) and the bias to 0. A layer without
     weight norm gets the weight w = g·v/‖v‖. All other layers keep their initialization. Call it
@@ -56,8 +56,8 @@ def robust_init(
 
     Returns:
         g of every layer that was set, by name. Layers that share a weight are set once, under the
-        first name; a layer that shares its weight with another kind of module, such as an
-        embedding, is not set.
+        first name. Not set are layers that share a weight with another kind of module, such as an
+        embedding, and layers whose weight another parametrization or hook computes.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     >>> robust_init(model)
@@ -73,7 +73,7 @@ def robust_init(
     found = {
         name: layer_of(module)
         for name, module in target_layers(model)
-        if not isinstance(module, nn.Bilinear)
+        if _is_settable(layer_of(module))
     }
     gains = _gains(model, found, gain)
     scales = _residual_scales(list(found), residual)
@@ -92,9 +92,16 @@ def robust_init(
         fan_in, fan_out = _fans(layer)
         lengths[name] = math.sqrt(gains[name] * fan_in / fan_out) * scales[name]
         _set_weight(layer, lengths[name], generator)
-        if layer.bias is not None:
-            layer.bias.zero_()
+        if (bias := layer._parameters.get("bias")) is not None:
+            bias.zero_()
     return lengths
+
+
+def _is_settable(layer: nn.Module) -> bool:
+    """Return whether this is a linear layer or convolution whose weight is a parameter or v and g."""
+    if isinstance(layer, nn.Bilinear):
+        return False
+    return is_weight_normed(layer, "weight") or layer._parameters.get("weight") is not None
 
 
 def _fans(layer: Any) -> tuple[int, int]:

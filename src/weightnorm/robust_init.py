@@ -98,7 +98,7 @@ def robust_init(
 
 
 def _is_settable(layer: nn.Module) -> bool:
-    """Return whether this is a linear layer or convolution whose weight is a parameter or v and g."""
+    """Return whether this is a linear layer or convolution with a plain or normalized weight."""
     if isinstance(layer, nn.Bilinear):
         return False
     return is_weight_normed(layer, "weight") or layer._parameters.get("weight") is not None

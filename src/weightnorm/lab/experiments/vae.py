@@ -238,7 +238,8 @@ def moving_average(steps: float) -> Callable[[Tensors, Tensors, Tensor | int], N
     @torch.no_grad()
     def update(averaged: Tensors, current: Tensors, count: Tensor | int) -> None:
         # A tensor on the parameters' device: reading it would wait for the device at every step.
-        rate = (9 / (10 + torch.as_tensor(count))).clamp(1 / steps, 1.0)
+        n = torch.as_tensor(count)
+        rate = (torch.full_like(n, 9, dtype=torch.float32) / (10 + n)).clamp(1 / steps, 1.0)
         torch._foreach_lerp_(averaged, current, [rate.to(p.dtype).expand_as(p) for p in averaged])
 
     return update

@@ -4,17 +4,28 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import weightnorm
 
+MEAN_ONLY = (
+    "(num_features, momentum=0.1, bias=True, track_running_stats=True, *, group=None, "
+    "device=None, dtype=None)"
+)
 PUBLIC = {
-    "InitReport": None,
-    "MeanOnlyBatchNorm1d": None,
-    "MeanOnlyBatchNorm2d": None,
-    "MeanOnlyBatchNorm3d": None,
+    "InitReport": "(layers)",
+    "MeanOnlyBatchNorm1d": MEAN_ONLY,
+    "MeanOnlyBatchNorm2d": MEAN_ONLY,
+    "MeanOnlyBatchNorm3d": MEAN_ONLY,
     "Parameterization": None,
-    "Parts": None,
-    "WeightNorm": None,
-    "WeightNormOptimizer": None,
+    "Parts": "(v, g)",
+    "WeightNorm": "(dim, *, groups=1, scale='linear', mask=None, eps=1e-12)",
+    "WeightNormOptimizer": (
+        "(model, inner, params=None, *, lengths=None, others=None, where=None, dim='auto', "
+        "scale='linear', train_g=True, retract=False, project=True, normalize_update=False, "
+        "weight_decay_on='parts', matrices=None, **options)"
+    ),
+    "batched_weights": "(model)",
     "convert_state_dict": "(state, to, *, weights=(), dim='infer')",
     "data_dependent_init": "(model, *batch, target_std=1.0, group=None, forward=None)",
     "diagnostics": None,
@@ -30,7 +41,6 @@ PUBLIC = {
     "remove_weight_norm": "(module, name=None, *, include_torch=True)",
     "robust_init": "(model, *, gain=None, residual=(), generator=None)",
     "unnormalized_weights": "(model)",
-    "batched_weights": "(model)",
     "update_running_means": "(loader, model, device=None)",
     "weight_norm": (
         "(module, name=None, dim='auto', *, g=None, scale='linear', mask=None, eps=1e-12, "
@@ -41,6 +51,39 @@ PUBLIC = {
     ),
 }
 
+FUNCTIONAL = {
+    "EPS": None,
+    "Parts": "(v, g)",
+    "compose": "(*, v, g, dim=0, groups=1, mask=None, eps=1e-12)",
+    "decompose": "(w, dim=0, *, groups=1, mask=None, eps=1e-12)",
+    "gradients": "(grad_w, *, v, g, dim=0, groups=1, eps=1e-12)",
+    "norm": "(v, dim=0, *, groups=1)",
+    "project": "(x, w, dim=0, *, groups=1)",
+    "row_norm_low_rank": "(W, A, B, s=1.0)",
+}
+
+DIAGNOSTICS = {
+    "BatchNoise": "(mean, variance, inverse_std)",
+    "Finding": "(kind, weight, advice)",
+    "TrainingMonitor": "(model, optimizer, log, *, every=100, prefix='')",
+    "batch_noise": "(t, batch_size, draws=1000, generator=None)",
+    "check": "(model, optimizer=None)",
+    "direction_angle": "(model, since)",
+    "effective_step": "(model)",
+    "example_gradients": "(model, loss, inputs, targets, names=())",
+    "excess_kurtosis": "(x)",
+    "gradient_covariance": "(gradients)",
+    "noise_kurtosis": "(t, batch_size, draws=1000, generator=None)",
+    "unit_weights": "(model)",
+    "weight_norms": "(model)",
+}
+
+MODULES = {
+    weightnorm: PUBLIC,
+    weightnorm.functional: FUNCTIONAL,
+    weightnorm.diagnostics: DIAGNOSTICS,
+}
+
 
 def signature(thing):
     parameters = inspect.signature(thing).parameters.values()
@@ -48,12 +91,13 @@ def signature(thing):
     return str(inspect.Signature(bare))
 
 
-def test_public_names_and_signatures():
-    assert sorted(weightnorm.__all__) == sorted(PUBLIC)
-    for name, expected in PUBLIC.items():
-        thing = getattr(weightnorm, name)
-        assert thing.__doc__, name
-        if inspect.isfunction(thing):
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_public_names_and_signatures(module):
+    assert sorted(module.__all__) == sorted(MODULES[module])
+    for name, expected in MODULES[module].items():
+        thing = getattr(module, name)
+        if expected is not None:
+            assert thing.__doc__, name
             assert signature(thing) == expected, name
 
 

@@ -25,9 +25,10 @@ tour: $(READY)
 conformance: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m conformance --write docs/conformance.md
 
-# The table and charts of docs/performance.md, measured anew: a quarter of an hour, nothing else running.
+# Measure the cost again, about an hour on an otherwise idle machine, and update the documents.
 bench: $(READY)
-	$(BIN)/weightnorm bench --out docs/results/bench --page docs/performance.md
+	$(BIN)/weightnorm bench --out docs/results/bench
+	$(BIN)/weightnorm report --docs .
 
 test: lint types unit
 

@@ -1,4 +1,4 @@
-"""The benchmark of DQN: what it compares is the same agent."""
+"""The DQN benchmark compares equal agents, in processes of their own."""
 
 import os
 from contextlib import contextmanager
@@ -6,28 +6,30 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from weightnorm import Parameterization, normalized_weights
-from weightnorm.lab.benchmarks.benchmark import Setting
+from weightnorm.lab.benchmarks.benchmark import Settings
 from weightnorm.lab.benchmarks.cases import dqn_steps
-from weightnorm.lab.benchmarks.cases.dqn_steps import STANDARD, TORCHS, TorchsAgent
-from weightnorm.lab.benchmarks.interleaved import apart
+from weightnorm.lab.benchmarks.cases.dqn_steps import STANDARD, TORCH, TorchAgent
 from weightnorm.lab.benchmarks.peers import OURS
+from weightnorm.lab.benchmarks.processes import in_processes
+from weightnorm.lab.benchmarks.statistics import Rounds
 from weightnorm.lab.experiments import dqn
 from weightnorm.lab.rl.atari import Atari
 from weightnorm.lab.rl.replay_buffer import Batch
 
 
-def test_torchs_agent_learns_what_ours_does():
+def test_torch_agent_learns_the_same_as_ours():
     game = Atari("pong")
     config = replace(dqn.PAPER, width=0.125, parameterization=Parameterization.WEIGHT_NORM)
     frames = torch.randint(0, 256, (30, 5, 84, 84), dtype=torch.uint8)
     actions, rewards = torch.randint(0, game.actions, (30,)), torch.randn(30)
     batch = Batch(frames[:, :-1], actions, rewards, torch.zeros(30), frames[:, 1:])
     losses, values = [], []
-    for kind in (dqn.Agent, TorchsAgent):
+    for kind in (dqn.Agent, TorchAgent):
         torch.manual_seed(0)
         agent = kind(config, game, torch.device("cpu"))
         agent.initialize(frames[:, :-1])
@@ -40,21 +42,21 @@ def test_torchs_agent_learns_what_ours_does():
 
 
 @contextmanager
-def together(makers):
+def in_this_process(makers):
     yield {name: make() for name, make in makers.items()}
 
 
 def test_peers_that_are_not_installed_are_left_out_and_named(monkeypatch):
     monkeypatch.setattr(dqn_steps, "find_spec", lambda name: None)
-    monkeypatch.setattr(dqn_steps, "apart", together)
-    setting = Setting(torch.device("cpu"), quick=True)
-    for case in dqn_steps.cases(setting):
-        assert list(case.peers) == [STANDARD, OURS, TORCHS]
+    monkeypatch.setattr(dqn_steps, "in_processes", in_this_process)
+    settings = Settings(torch.device("cpu"), quick=True)
+    for case in dqn_steps.cases(settings):
+        assert list(case.peers) == [STANDARD, OURS, TORCH]
         assert "not installed: Stable-Baselines3" in case.name
         for goal in case.goals:
-            goal.value({peer: torch.ones(2) for peer in case.peers})
-        for turn in case.peers.values():
-            turn()
+            goal.value(Rounds({peer: np.ones(2) for peer in case.peers}))
+        for call in case.peers.values():
+            call()
 
 
 def writes_its_process(path):
@@ -65,13 +67,13 @@ def writes_its_process(path):
     return step
 
 
-def fails(path):
-    path.unlink()
+def fail():
+    raise FileNotFoundError("absent")
 
 
-def test_steps_are_called_here_and_happen_in_another_process(tmp_path):
+def test_steps_run_in_another_process(tmp_path):
     path = tmp_path / "processes"
-    with apart({"one": partial(writes_its_process, path)}) as steps:
+    with in_processes({"one": partial(writes_its_process, path)}) as steps:
         for done in (1, 2):
             steps["one"]()
             pids = path.read_text().split()
@@ -81,7 +83,6 @@ def test_steps_are_called_here_and_happen_in_another_process(tmp_path):
     assert not Path(f"/proc/{pids[0]}").exists()
 
 
-def test_what_cannot_be_made_elsewhere_is_an_error_here(tmp_path, capfd):
-    with pytest.raises(EOFError), apart({"none": partial(fails, tmp_path / "absent")}):
+def test_a_step_that_cannot_be_made_is_an_error(capfd):
+    with pytest.raises(FileNotFoundError, match="absent"), in_processes({"none": fail}):
         pass
-    assert "FileNotFoundError" in capfd.readouterr().err

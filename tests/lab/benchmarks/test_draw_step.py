@@ -1,4 +1,4 @@
-"""DRAW's benchmark measures the same function four times."""
+"""The DRAW benchmark compares four implementations of one function."""
 
 import torch
 
@@ -6,7 +6,7 @@ from weightnorm import normalized_weights
 from weightnorm.lab.benchmarks.cases.draw_step import networks
 
 
-def test_the_four_compute_the_same():
+def test_all_networks_compute_the_same():
     x, noise = torch.rand(3, 784).round(), torch.randn(4, 3, 100)
     made = networks(8, torch.device("cpu"))
     bounds = [model(x, noise).negative_elbo for model in made.values()]

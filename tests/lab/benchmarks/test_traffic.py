@@ -1,4 +1,4 @@
-"""Bytes between ranks: what is counted, what is predicted, and what the document says."""
+"""Bytes between ranks: counted, predicted, and in the document."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,14 @@ from weightnorm.lab.benchmarks.cases.synced_batch_norm import SyncedBatchNorm
 from weightnorm.lab.benchmarks.cases.traffic import (
     PARAMETERIZATIONS,
     FeedForward,
-    handed_over,
+    count_collectives,
     measure,
+    traffic,
 )
-from weightnorm.lab.benchmarks.messages import Link, Row, estimated_table, measured_table
+from weightnorm.lab.benchmarks.messages import Link, StepTraffic, estimated_table, measured_table
 from weightnorm.lab.runs.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("traffic")  # which share their processes
+pytestmark = pytest.mark.xdist_group("traffic")  # share their processes
 
 DOCS = Path(__file__).parents[3] / "docs"
 CHANNELS = [96] * 3 + [192] * 6 + [10]
@@ -47,30 +48,30 @@ def on_two():
 
 @pytest.fixture(scope="module")
 def rows(on_two):
-    return {row["parameterization"]: Row(**row) for row in on_two[0]["rows"]}
+    return {row["parameterization"]: StepTraffic(**row) for row in on_two[0]["rows"]}
 
 
-def test_every_byte_is_accounted_for(rows):
-    assert rows["standard"].gradients == 4 * (WEIGHTS + BIASES)
-    assert rows["weight-norm"].gradients == 4 * (WEIGHTS + 2 * BIASES)
-    assert rows["weight-norm-mean-only"].gradients == 4 * (WEIGHTS + 2 * BIASES)
-    assert rows["batch-norm"].gradients == 4 * (WEIGHTS + 2 * BIASES)
+def test_bytes_of_every_collective(rows):
+    assert rows["standard"].gradient_bytes == 4 * (WEIGHTS + BIASES)
+    assert rows["weight-norm"].gradient_bytes == 4 * (WEIGHTS + 2 * BIASES)
+    assert rows["weight-norm-mean-only"].gradient_bytes == 4 * (WEIGHTS + 2 * BIASES)
+    assert rows["batch-norm"].gradient_bytes == 4 * (WEIGHTS + 2 * BIASES)
     for name in ("standard", "weight-norm"):
-        assert rows[name].sums == rows[name].gathers == 0
+        assert rows[name].all_reduce_calls == rows[name].all_gather_calls == 0
     mean_only, batch_norm = rows["weight-norm-mean-only"], rows["batch-norm"]
-    assert mean_only.summed == 4 * 2 * sum(c + 1 for c in CHANNELS)  # there and back
-    assert (mean_only.sums, mean_only.gathers) == (2 * len(CHANNELS), 0)
-    assert batch_norm.gathered == 4 * sum(2 * c + 1 for c in CHANNELS)
-    assert batch_norm.summed == 4 * sum(2 * c for c in CHANNELS)
-    assert batch_norm.sums == batch_norm.gathers == len(CHANNELS)
+    assert mean_only.all_reduce_bytes == 4 * 2 * sum(c + 1 for c in CHANNELS)  # twice
+    assert (mean_only.all_reduce_calls, mean_only.all_gather_calls) == (2 * len(CHANNELS), 0)
+    assert batch_norm.all_gather_bytes == 4 * sum(2 * c + 1 for c in CHANNELS)
+    assert batch_norm.all_reduce_bytes == 4 * sum(2 * c for c in CHANNELS)
+    assert batch_norm.all_reduce_calls == batch_norm.all_gather_calls == len(CHANNELS)
 
 
-def test_the_operating_system_saw_what_a_ring_sends(rows):
+def test_bytes_on_sockets_are_those_of_a_ring(rows):
     for row in rows.values():
-        assert row.expected < row.sent < 1.005 * row.expected
+        assert row.ring_bytes < row.sent_bytes < 1.005 * row.ring_bytes
 
 
-def test_the_stand_in_is_batch_norm_of_all_ranks_together(on_two):
+def test_synced_batch_norm_against_batch_norm_of_the_whole_batch(on_two):
     torch.manual_seed(0)
     x, counts = torch.randn(2, 12, 3, 5, dtype=torch.float64)
     x.requires_grad_()
@@ -83,27 +84,38 @@ def test_the_stand_in_is_batch_norm_of_all_ranks_together(on_two):
         torch.testing.assert_close(rank["parameters"], [p.grad for p in norm.parameters()])
 
 
-def test_alone_nothing_is_sent():
+def test_one_rank_sends_nothing():
     row = measure("ConvPool-CNN-C", PARAMETERIZATIONS[2], Ranks())
-    assert (row.gradients, row.summed, row.sent, row.expected) == (0, 0, 0, 0)
-    with handed_over() as count:
+    assert (row.gradient_bytes, row.all_reduce_bytes, row.sent_bytes, row.ring_bytes) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    with count_collectives() as count:
         FeedForward(nn.Identity(), 4, 8, 1)(torch.randn(2, 4))
     assert not count
 
 
-def test_the_model_of_a_link():
+def test_alpha_beta_model():
     link = Link("by hand", latency=1.0, bandwidth=100.0)
-    assert link.sum(4000, 4) == pytest.approx(6 * 1 + 1.5 * 40)  # a ring
-    assert link.sum(1, 1024) == pytest.approx(20 * 1.01)  # a tree
-    assert link.gather(50, 4) == pytest.approx(2 * 1 + 3 * 0.5)
-    row = Row("", "", 2, gradients=4000, summed=10, sums=5, gathered=6, gathers=3, sent=0)
-    statistics = 5 * link.sum(2, 4) + 3 * link.gather(2, 4)
-    assert link.step(row, 4) == pytest.approx((link.sum(4000, 4), statistics))
+    assert link.all_reduce(4000, 4) == pytest.approx(6 * 1 + 1.5 * 40)  # a ring
+    assert link.all_reduce(1, 1024) == pytest.approx(20 * 1.01)  # a tree
+    assert link.all_gather(50, 4) == pytest.approx(2 * 1 + 3 * 0.5)
+    row = StepTraffic("", "", 2, 4000, 10, 5, 6, 3, 0)
+    statistics = 5 * link.all_reduce(2, 4) + 3 * link.all_gather(2, 4)
+    assert link.step(row, 4) == pytest.approx((link.all_reduce(4000, 4), statistics))
 
 
-def test_the_document_has_the_measured_numbers():
+def test_document_agrees_with_the_record():
     record = json.loads((DOCS / "results" / "scaling" / "traffic.json").read_text())
-    found = [Row(**row) for row in record["rows"]]
+    found = [StepTraffic(**row) for row in record["rows"]]
     text = (DOCS / "scaling.md").read_text()
     assert measured_table(found) in text
     assert estimated_table(found) in text
+
+
+def test_measured_on_worker_processes():
+    rows = traffic([2], ["feed-forward"])
+    assert [row.parameterization for row in rows] == [str(how) for how in PARAMETERIZATIONS]
+    assert all(row.ranks == 2 and row.sent_bytes > row.gradient_bytes for row in rows)

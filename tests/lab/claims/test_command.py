@@ -1,4 +1,4 @@
-"""`weightnorm claims` as a user runs it: all of them, stopped, killed, refused, reported."""
+"""`weightnorm claims`: measured, resumed, reported; refused settings."""
 
 import os
 import signal
@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from commands import started, wait_for, weightnorm
-from weightnorm.lab.claims.runner import CLAIMS, newest
+from weightnorm.lab.claims.runner import CLAIMS, latest_rows
 from weightnorm.lab.runs.records import load_record, read_rows
 
 EXACT = {1, 2, 3, 7, 10, 11, 12, 13, 14, 17}
 
 
-pytestmark = pytest.mark.xdist_group("claims")  # one worker measures them all, once
+pytestmark = pytest.mark.xdist_group("claims")  # share one measurement
 
 
 @pytest.fixture(scope="module")
 def all_claims(tmp_path_factory):
-    """Every claim, once."""
+    """All claims, measured once."""
     runs = tmp_path_factory.mktemp("runs")
     code, out, err = weightnorm("claims", "--quick", "--runs", runs, "--seeds", 1, 2)
     assert code == 0, err
@@ -29,17 +29,17 @@ def test_every_claim_is_measured(all_claims):
     runs, out, err = all_claims
     assert set(CLAIMS) == set(range(1, 22))
     record = load_record(runs / "claims" / "quick")
-    rows = newest(record.folder)
+    rows = latest_rows(record.folder)
     assert set(rows) == set(CLAIMS)
     assert {rows[n]["verdict"] for n in EXACT | {4}} == {"holds"}
     assert rows[18]["verdict"] == rows[20]["verdict"] == "not measured"
     assert record.finished
     assert sum(record.result.values()) == len(CLAIMS)
     assert f"claim 21 (21 of {len(CLAIMS)})" in err
-    assert "the paper says" in out
+    assert "(section 2.1)" in out
 
 
-def test_what_is_measured_is_not_measured_again(all_claims):
+def test_only_claims_from_records_are_measured_again(all_claims):
     runs, _, _ = all_claims
     code, _, err = weightnorm("claims", "--quick", "--runs", runs, "--seeds", 1, 2)
     assert code == 0, err
@@ -49,18 +49,18 @@ def test_what_is_measured_is_not_measured_again(all_claims):
     ]
 
 
-def test_its_page_shows_every_figure_beside_its_row(all_claims, tmp_path):
+def test_report_shows_every_figure(all_claims, tmp_path):
     runs, _, _ = all_claims
     code, _, err = weightnorm("report", runs, "--out", tmp_path)
     assert code == 0, err
     page = (tmp_path / "index.html").read_text()
     assert "s claims</h2>" in page
-    figures = sum(len(row["figures"]) for row in newest(runs / "claims" / "quick").values())
+    figures = sum(len(row["figures"]) for row in latest_rows(runs / "claims" / "quick").values())
     assert page.count("<figure>") == figures == 14
 
 
-def test_killed_within_a_claim_it_goes_on_there(tmp_path):
-    """And the workers go with the one who started them."""
+def test_resume_after_kill_and_interrupt(tmp_path):
+    """No part is computed twice, and workers end with their parent."""
     command = ("claims", "--quick", "--runs", tmp_path, "--seeds", 1, 2, "--only", 4, 6)
     parts = tmp_path / "claims" / "quick" / "parts.jsonl"
     process = started(*command, "--jobs", 2)
@@ -74,7 +74,7 @@ def test_killed_within_a_claim_it_goes_on_there(tmp_path):
     assert process.returncode == -signal.SIGKILL
     wait_for(lambda: not any(map(alive, children)), 20)
     before = len(read_rows(parts))
-    assert set(newest(parts.parent)) == {4}
+    assert set(latest_rows(parts.parent)) == {4}
     process = started(*command)
     wait_for(lambda: process.poll() is not None or len(read_rows(parts)) > before)
     process.send_signal(signal.SIGINT)
@@ -87,11 +87,11 @@ def test_killed_within_a_claim_it_goes_on_there(tmp_path):
 
 
 def workers_of(pid):
-    """Worker processes that it started."""
+    """Worker processes of a process."""
     return [
         child
         for child in map(int, filter(str.isdigit, os.listdir("/proc")))
-        if stat(child)[1:2] == [str(pid)] and b"spawn_main" in told(child, "cmdline")
+        if stat(child)[1:2] == [str(pid)] and b"spawn_main" in read_proc(child, "cmdline")
     ]
 
 
@@ -100,26 +100,42 @@ def alive(pid):
 
 
 def stat(pid):
-    """A process's state, its parent and more; nothing if it is gone."""
-    return told(pid, "stat").decode().rpartition(")")[2].split()
+    """State, parent and other fields of a process; empty if it has ended."""
+    return read_proc(pid, "stat").decode().rpartition(")")[2].split()
 
 
-def told(pid, what):
+def read_proc(pid, name):
     try:
-        return Path(f"/proc/{pid}/{what}").read_bytes()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (("--only", 99), "there is no claim 99"),
         (("--seeds", 5, 6), "other settings"),
         (("--seeds", 5), "two or more"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(all_claims, words, says):
+def test_impossible_settings_are_refused(all_claims, words, message):
     code, _, err = weightnorm("claims", "--quick", "--runs", all_claims[0], *words)
     assert code == 2
-    assert says in err
+    assert message in err
+
+
+def test_long_measurement_has_its_own_record(tmp_path):
+    """On digits, in a few seconds; resumed without measuring anything again."""
+    command = ("claims", "--long", "--quick", "--runs", tmp_path)
+    for _ in range(2):
+        code, _, err = weightnorm(*command)
+        assert code == 0, err
+    rows = latest_rows(tmp_path / "claims" / "long-quick")
+    assert list(rows) == [6]
+    assert rows[6]["n"] == 2
+    assert [figure["title"] for figure in rows[6]["figures"]] == ["Adam", "momentum 0.9"]
+    losses = rows[6]["numbers"]["Adam"]["losses"]
+    assert {len(seeds) for seeds in losses.values()} == {2}
+    parts = read_rows(tmp_path / "claims" / "long-quick" / "parts.jsonl")
+    assert len(parts) == len({row["part"] for row in parts}) == 2 * 3 * 2 * 3

@@ -1,4 +1,4 @@
-"""Two records of the benchmark: what got slower by more than noise."""
+"""Compares two records of `weightnorm bench`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightnorm.lab.benchmarks.statistics import Interval
 from weightnorm.lab.errors import RecordError
+from weightnorm.lab.statistics import Interval
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A goal's value in two records."""
+    """The value of a goal in two records."""
 
-    row: str
+    benchmark: str
     case: str
     goal: str
     old: Interval
@@ -26,20 +26,22 @@ class Change:
 
     @property
     def slower(self) -> bool:
-        """Beyond noise: the intervals do not overlap."""
+        """The intervals do not overlap and the new one is higher."""
         return self.new.low > self.old.high
 
     @property
     def faster(self) -> bool:
+        """The intervals do not overlap and the new one is lower."""
         return self.new.high < self.old.low
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Every goal that both records have, and what keeps them from being comparable."""
+class RecordComparison:
+    """Changes of all goals that both records have."""
 
     changes: tuple[Change, ...]
     caution: str
+    """Differences between the machines or versions; empty if there are none."""
 
     @property
     def slower(self) -> tuple[Change, ...]:
@@ -51,10 +53,10 @@ class Comparison:
 
 
 def load(path: Path) -> Record:
-    """A record of the benchmark; RecordError if it is none."""
+    """Read a record; RecordError if the file is not one."""
     try:
         record = json.loads(path.read_bytes())
-        record["setting"]["quick"], record["environment"]["machine"], list(_values(record))
+        record["settings"]["quick"], record["environment"]["machine"], list(_values(record))
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
@@ -62,9 +64,10 @@ def load(path: Path) -> Record:
     return record  # type: ignore[no-any-return]
 
 
-def compare(old: Record, new: Record) -> Comparison:
-    """Goals are ratios within one run, so they carry over; sizes must be the same."""
-    if old["setting"]["quick"] != new["setting"]["quick"]:
+def compare(old: Record, new: Record) -> RecordComparison:
+    """Compare the goals of two records. Sizes must be equal; machines may differ, because goals are
+    ratios within one run."""
+    if old["settings"]["quick"] != new["settings"]["quick"]:
         raise RecordError("one of the records is --quick and the other is not: sizes differ")
     before, after = dict(_values(old)), dict(_values(new))
     if not before.keys() & after.keys():
@@ -76,18 +79,18 @@ def compare(old: Record, new: Record) -> Comparison:
         for field in fields
         if old["environment"].get(field) != new["environment"].get(field)
     ]
-    return Comparison(tuple(changes), f"other {', '.join(differing)}" if differing else "")
+    return RecordComparison(tuple(changes), f"other {', '.join(differing)}" if differing else "")
 
 
 def _values(record: Record) -> Iterator[tuple[tuple[str, str, str], Interval]]:
-    for row in record["rows"]:
-        for case in row["cases"]:
+    for benchmark in record["benchmarks"]:
+        for case in benchmark["cases"]:
             for goal in case["goals"]:
-                # A number that was not finite is null in a record: no bound.
-                middle, low, high = goal["value"]
-                ends = (
+                # JSON has null for a number that is not finite: no bound.
+                value, low, high = goal["value"], goal["low"], goal["high"]
+                interval = Interval(
+                    float("nan") if value is None else value,
                     float("-inf") if low is None else low,
                     float("inf") if high is None else high,
                 )
-                value = Interval(float("nan") if middle is None else middle, *ends)
-                yield (row["name"], case["case"], goal["says"]), value
+                yield (benchmark["name"], case["case"], goal["goal"]), interval

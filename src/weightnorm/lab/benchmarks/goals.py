@@ -1,4 +1,4 @@
-"""Goals: rules on what was measured, fixed before measuring. A lower value is always better."""
+"""Goals: upper limits for what is measured, fixed before measuring. Lower is better."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from weightnorm.lab.benchmarks.statistics import Interval, Medians
+from weightnorm.lab.benchmarks.statistics import Rounds
+from weightnorm.lab.statistics import Array, Interval
 
 Verdict = Literal["met", "within noise", "missed"]
 
@@ -21,15 +21,19 @@ class Goal(Protocol):
     def limit(self) -> float: ...
 
     @property
-    def says(self) -> str:
-        """The goal in words."""
+    def text(self) -> str:
+        """The goal as a formula in words."""
 
-    def value(self, of: Medians) -> Tensor:
-        """The value, for the rounds as they were and for each resample."""
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The peers from which the value is computed."""
+
+    def value(self, rounds: Rounds) -> Array:
+        """The value that should not exceed the limit."""
 
 
 def verdict(value: Interval, limit: float) -> Verdict:
-    """Met if the whole interval keeps the limit, missed if none of it does.
+    """Met if the whole interval is at most the limit, missed if none of it is.
 
     >>> [verdict(Interval(x, x - 0.1, x + 0.1), 1.0) for x in (0.8, 0.95, 1.2)]
     ['met', 'within noise', 'missed']
@@ -48,11 +52,15 @@ class AtMost:
     theirs: str
 
     @property
-    def says(self) -> str:
-        return f"{self.ours} ≤ {self.limit:g} × {self.theirs}"
+    def text(self) -> str:
+        return f"{self.ours} ≤ {self.limit:.3g} × {self.theirs}"
 
-    def value(self, of: Medians) -> Tensor:
-        return of[self.ours] / of[self.theirs]
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return self.ours, self.theirs
+
+    def value(self, rounds: Rounds) -> Array:
+        return rounds.ratio(self.ours, self.theirs)
 
 
 @dataclass(frozen=True)
@@ -64,13 +72,16 @@ class RelativelyAtMost:
     theirs: tuple[str, str]
 
     @property
-    def says(self) -> str:
+    def text(self) -> str:
         (ours, base), (theirs, other) = self.ours, self.theirs
-        return f"{ours} to {base} ≤ {self.limit:g} × {theirs} to {other}"
+        return f"{ours} / {base} ≤ {self.limit:g} × {theirs} / {other}"
 
-    def value(self, of: Medians) -> Tensor:
-        (ours, base), (theirs, other) = self.ours, self.theirs
-        return of[ours] / of[base] / (of[theirs] / of[other])
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return (*self.ours, *self.theirs)
+
+    def value(self, rounds: Rounds) -> Array:
+        return rounds.ratio(*self.ours) / rounds.ratio(*self.theirs)
 
 
 @dataclass(frozen=True)
@@ -83,13 +94,17 @@ class ExtraAtMost:
     base: str
 
     @property
-    def says(self) -> str:
+    def text(self) -> str:
         return f"extra cost of {self.ours} ≤ {self.limit:g} × that of {self.theirs}"
 
-    def value(self, of: Medians) -> Tensor:
-        ours, theirs = of[self.ours] - of[self.base], of[self.theirs] - of[self.base]
-        free = torch.where(ours > 0, torch.inf, 0.0)  # where theirs costs nothing
-        return torch.where(theirs > 0, ours / theirs, free)
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return self.ours, self.theirs, self.base
+
+    def value(self, rounds: Rounds) -> Array:
+        ours, theirs = (rounds.ratio(x, self.base) - 1 for x in (self.ours, self.theirs))
+        without_cost = np.where(ours > 0, np.inf, 0.0)  # where theirs has no extra cost
+        return np.where(theirs > 0, ours / np.where(theirs > 0, theirs, 1.0), without_cost)
 
 
 @dataclass(frozen=True)
@@ -103,18 +118,22 @@ class CopiesAtMost:
     what: str
 
     @property
-    def says(self) -> str:
+    def text(self) -> str:
         return f"{self.ours} ≤ {self.base} + {self.limit:g} × {self.what}"
 
-    def value(self, of: Medians) -> Tensor:
-        return (of[self.ours] - of[self.base]) / self.size
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return self.ours, self.base
+
+    def value(self, rounds: Rounds) -> Array:
+        return (rounds.mean(self.ours) - rounds.mean(self.base)) / self.size
 
 
 @dataclass(frozen=True)
 class GrowthAtMost:
-    """The extra cost grows no faster than size to the power of `limit`.
+    """The extra cost grows at most like size^limit.
 
-    The power is the slope of a line through log(ours − base) over log(size).
+    The exponent is the slope of the least-squares line through log(ours − base) over log(size).
     """
 
     what: str
@@ -124,12 +143,20 @@ class GrowthAtMost:
     """Size → (ours, base); without a base all of ours is extra."""
 
     @property
-    def says(self) -> str:
+    def text(self) -> str:
         return f"{self.what} grows at most like {self.over}^{self.limit:g}"
 
-    def value(self, of: Medians) -> Tensor:
-        x = torch.tensor([*self.sizes], dtype=torch.float64).log()
-        extra = [of[a] - (0.0 if b is None else of[b]) for a, b in self.sizes.values()]
-        y = torch.stack(extra).clamp_min(1e-9).log()  # (sizes, 1 + draws)
-        x = (x - x.mean()).unsqueeze(1)
-        return (x * y).sum(0) / x.square().sum()
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return tuple(name for pair in self.sizes.values() for name in pair if name is not None)
+
+    def value(self, rounds: Rounds) -> Array:
+        reference = self.peers[0]  # the slope does not depend on it
+        extra = [
+            rounds.ratio(ours, reference) - (0.0 if base is None else rounds.ratio(base, reference))
+            for ours, base in self.sizes.values()
+        ]
+        y = np.log(np.maximum(np.stack(extra), 1e-9))  # (sizes, ...)
+        x = np.log(np.array([*self.sizes], dtype=np.float64))
+        slope: Array = np.tensordot(x - x.mean(), y, 1) / np.square(x - x.mean()).sum()
+        return slope

@@ -1,31 +1,51 @@
-"""What a case gave: every sample, the ratios to the base, and how each goal fared."""
+"""Measures a case: samples, ratios to the base, goals."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from weightnorm.lab.benchmarks.benchmark import Case, Setting
-from weightnorm.lab.benchmarks.goals import Verdict, verdict
-from weightnorm.lab.benchmarks.interleaved import interleaved
+from weightnorm.lab.benchmarks.benchmark import Case, Settings, Summary
+from weightnorm.lab.benchmarks.goals import Goal, Verdict, verdict
 from weightnorm.lab.benchmarks.roofline import Roofline
-from weightnorm.lab.benchmarks.statistics import Interval, interval, medians
+from weightnorm.lab.benchmarks.statistics import estimate, ratio_interval
+from weightnorm.lab.interleaved import OnRound, Samples, interleaved
+from weightnorm.lab.statistics import Interval
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A goal and what came of it."""
+class PeerResult:
+    """The measurement of one peer."""
 
-    says: str
+    median: float
+    """In the case's unit, per call."""
+    value: float
+    """Ratio to the base; 1 for the base itself."""
+    low: float
+    high: float
+    noise: bool = False
+    """The peer does at least the base's work and was faster by more than the interval: the ratio
+    is not a result and must not be printed as one."""
+
+
+@dataclass(frozen=True)
+class GoalResult:
+    """A goal and the value that was measured."""
+
+    goal: str
     limit: float
-    value: Interval
+    value: float
+    low: float
+    high: float
     verdict: Verdict
+    met: bool
 
 
 @dataclass(frozen=True)
 class Share:
-    """How much of one of the machine's limits a peer reached."""
+    """Which share of a limit of the machine a peer reached."""
 
     peer: str
     limit: str
@@ -34,48 +54,82 @@ class Share:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A case, measured."""
+    """The measurement of a case, as it is recorded."""
 
     case: str
     base: str
     unit: str
-    samples: dict[str, list[float]]
-    ratios: dict[str, Interval]
-    """To the base, for every other peer."""
-    goals: tuple[Judged, ...]
+    rounds: int
+    results: dict[str, PeerResult]
+    goals: tuple[GoalResult, ...]
+    samples: Samples
     share: Share | None = None
     examples: int | None = None
+    summary: tuple[Summary, ...] = ()
 
     def row(self) -> dict[str, Any]:
         """For the record."""
         return asdict(self)
 
 
-def measure(case: Case, setting: Setting, roofline: Roofline) -> Measurement:
-    """All peers of a case, in turns."""
-    budget = setting.budget if case.rounds is None else 0.0
-    samples = interleaved(case.peers, case.rounds or setting.rounds, setting.least, budget)
-    middles = medians(samples)
-    goals = []
-    for goal in case.goals:
-        value = interval(goal.value(middles))
-        goals.append(Judged(goal.says, goal.limit, value, verdict(value, goal.limit)))
-    share = None
-    if (work := case.work) is not None:
-        taken = median(samples[work.peer])
-        if work.limit in samples:
-            reached = work.amount * median(samples[work.limit]) / taken
-        else:
-            reached = roofline.share(work.amount, work.limit, taken)
-        share = Share(work.peer, work.limit, reached)
-    others = [name for name in samples if name != case.base]
+def measure(
+    case: Case,
+    settings: Settings,
+    roofline: Roofline,
+    on_round: OnRound = lambda round, rounds: None,
+) -> Measurement:
+    """Measure the peers of a case in alternation until the ratios are precise or time is up."""
+    samples = interleaved(
+        case.peers,
+        case.rounds or settings.rounds,
+        shortest=settings.shortest,
+        most=case.rounds or settings.size(settings.most, settings.rounds),
+        seconds=settings.seconds if case.summary else settings.seconds / 10,
+        done=lambda samples: is_precise(samples, case.base, settings.precision),
+        on_round=on_round,
+    )
+    results = {peer: peer_result(case, samples, peer) for peer in samples}
     return Measurement(
         case=case.name,
         base=case.base,
         unit=case.unit,
+        rounds=len(samples[case.base]),
+        results=results,
+        goals=tuple(goal_result(goal, samples, results) for goal in case.goals),
         samples=samples,
-        ratios={name: interval(middles[name] / middles[case.base]) for name in others},
-        goals=tuple(goals),
-        share=share,
+        share=_share(case, samples, roofline),
         examples=case.examples,
+        summary=case.summary,
     )
+
+
+def is_precise(samples: Samples, base: str, precision: float) -> bool:
+    """Whether the interval of every ratio to the base is within ± precision, relative to ratios
+    above 1 and absolute for those below."""
+    intervals = (ratio_interval(samples, peer, base) for peer in samples if peer != base)
+    return all(x.half_width <= precision * max(1.0, x.value) for x in intervals)
+
+
+def peer_result(case: Case, samples: Samples, peer: str) -> PeerResult:
+    """The ratio of a peer to the base, and whether it can only be noise."""
+    ratio = ratio_interval(samples, peer, case.base)
+    noise = peer in case.at_least_base and ratio.high < 1
+    return PeerResult(median(samples[peer]), *ratio, noise=noise)
+
+
+def goal_result(goal: Goal, samples: Samples, results: dict[str, PeerResult]) -> GoalResult:
+    """The value of a goal; undecided if a peer's ratio can only be noise."""
+    value: Interval = estimate(samples, goal.peers, goal.value)
+    noise = any(results[peer].noise for peer in goal.peers)
+    found: Verdict = "within noise" if noise else verdict(value, goal.limit)
+    return GoalResult(goal.text, goal.limit, *value, verdict=found, met=found == "met")
+
+
+def _share(case: Case, samples: Samples, roofline: Roofline) -> Share | None:
+    if (work := case.work) is None:
+        return None
+    seconds: float = median(samples[work.peer])
+    if work.limit in samples:
+        others: Sequence[float] = samples[work.limit]
+        return Share(work.peer, work.limit, work.amount * median(others) / seconds)
+    return Share(work.peer, work.limit, roofline.share(work.amount, work.limit, seconds))

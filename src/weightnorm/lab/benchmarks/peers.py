@@ -1,4 +1,4 @@
-"""What a user would pick: plain layers, this library, or one of torch's two weight norms."""
+"""Peers of most benchmarks: plain layers, this library, and torch's two weight norms."""
 
 from __future__ import annotations
 
@@ -8,46 +8,47 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.nn.utils import weight_norm as torchs_hook
+from torch.nn.utils import weight_norm as torch_weight_norm
 
 from weightnorm import weight_norm_model
-from weightnorm.lab.benchmarks.interleaved import Call
+from weightnorm.lab.interleaved import Call
 from weightnorm.layers import chosen_weights
 
 PLAIN, OURS = "plain", "weight norm"
-PARAMETRIZATION, HOOK = "torch, parametrization", "torch, hook"
+PARAMETRIZATION, HOOK = "torch parametrization", "torch hook"
 
 
-def with_torchs_parametrization(model: nn.Module) -> None:
-    """torch's newer flavour on every weight that ours would normalize."""
+def apply_torch_parametrization(model: nn.Module) -> None:
+    """Apply torch's parametrization to every weight that ours would normalize."""
     for _, module, name in [*chosen_weights(model, None)]:
         parametrizations.weight_norm(module, name)
 
 
-def with_torchs_hook(model: nn.Module) -> None:
-    """torch's older flavour, likewise; it warns that it is deprecated."""
+def apply_torch_hook(model: nn.Module) -> None:
+    """Apply torch's deprecated hook to every weight that ours would normalize."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         for _, module, name in [*chosen_weights(model, None)]:
-            torchs_hook(module, name)
+            torch_weight_norm(module, name)
 
 
-FLAVOURS: dict[str, Callable[[nn.Module], object]] = {
+NORMALIZATIONS: dict[str, Callable[[nn.Module], object]] = {
     PLAIN: lambda model: None,
     OURS: weight_norm_model,
-    PARAMETRIZATION: with_torchs_parametrization,
-    HOOK: with_torchs_hook,
+    PARAMETRIZATION: apply_torch_parametrization,
+    HOOK: apply_torch_hook,
 }
 
 
-def flavours(make: Callable[[], nn.Module], device: torch.device) -> dict[str, nn.Module]:
-    """The same network from the same random state, in every flavour."""
-    return {name: flavour(make, normalize, device) for name, normalize in FLAVOURS.items()}
+def peer_models(make: Callable[[], nn.Module], device: torch.device) -> dict[str, nn.Module]:
+    """The same network, from the same random state, with every peer's normalization."""
+    return {name: build(make, normalize, device) for name, normalize in NORMALIZATIONS.items()}
 
 
-def flavour(
+def build(
     make: Callable[[], nn.Module], normalize: Callable[[nn.Module], object], device: torch.device
 ) -> nn.Module:
+    """Make a network from a fixed random state and normalize it."""
     torch.manual_seed(0)
     model = make().to(device)
     normalize(model)
@@ -55,7 +56,7 @@ def flavour(
 
 
 def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Call:
-    """Gradient of a loss, and a step of Adam."""
+    """A training step: gradient of a loss, and a step of Adam."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:

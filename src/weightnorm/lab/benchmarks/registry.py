@@ -1,8 +1,8 @@
-"""Every row, in the order in which they are measured. A new one is a line here."""
+"""All benchmarks, in the order in which they are measured."""
 
 from __future__ import annotations
 
-from weightnorm.lab.benchmarks.benchmark import Row
+from weightnorm.lab.benchmarks.benchmark import Benchmark
 from weightnorm.lab.benchmarks.cases import (
     acting,
     convnet,
@@ -20,24 +20,24 @@ from weightnorm.lab.benchmarks.cases import (
     vocoder,
 )
 
-ROWS: dict[str, Row] = {
-    row.name: row
-    for row in (
+BENCHMARKS: dict[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (
         convnet.STEP,
-        vocoder.ROW,
-        recurrent.ROW,
-        acting.ROW,
-        op.ROW,
-        mean_only.ROW,
+        vocoder.BENCHMARK,
+        recurrent.BENCHMARK,
+        acting.BENCHMARK,
+        op.BENCHMARK,
+        mean_only.BENCHMARK,
         convnet.INIT,
-        optimizer_step.ROW,
+        optimizer_step.BENCHMARK,
         convnet.MEMORY,
-        scaling.ROW,
-        loop.ROW,
-        draw_step.ROW,
-        dqn_steps.ROW,
-        vae_step.ROW,
-        monitor_step.ROW,
-        low_rank_norm.ROW,
+        scaling.BENCHMARK,
+        loop.BENCHMARK,
+        draw_step.BENCHMARK,
+        dqn_steps.BENCHMARK,
+        vae_step.BENCHMARK,
+        monitor_step.BENCHMARK,
+        low_rank_norm.BENCHMARK,
     )
 }

@@ -1,4 +1,4 @@
-"""The machine's own limits, measured: how fast it copies, multiplies and convolves."""
+"""Measures how fast the machine copies memory, multiplies matrices and convolves."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from weightnorm.lab.benchmarks.benchmark import Setting
-from weightnorm.lab.benchmarks.interleaved import Call, interleaved
+from weightnorm.lab.benchmarks.benchmark import Settings
+from weightnorm.lab.interleaved import Call, interleaved
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Bytes or floating-point operations a second."""
+    """Limits of the machine, in bytes or floating-point operations per second."""
 
     memory: float
     matrix: float
     convolution: float
 
     def share(self, amount: float, limit: str, seconds: float) -> float:
-        """How much of the machine's limit was reached.
+        """The share of a limit that was reached.
 
         >>> Roofline(100.0, 1.0, 1.0).share(50.0, "memory", 1.0)
         0.5
@@ -31,15 +31,15 @@ class Roofline:
 
 
 class RooflineProbe:
-    """A copy, a matrix product and a convolution, at sizes where each is at its best."""
+    """Times a copy, a matrix product and a convolution at sizes where each is fast."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting, device = setting, setting.device
-        self.source = torch.ones(setting.size(1 << 25, 1 << 10), device=device)  # 128 MB
+    def __init__(self, settings: Settings) -> None:
+        self.settings, device = settings, settings.device
+        self.source = torch.ones(settings.size(1 << 25, 1 << 10), device=device)  # 128 MB
         self.target = torch.empty_like(self.source)
-        n = setting.size(2048, 32)
+        n = settings.size(2048, 32)
         self.matrices = torch.randn(2, n, n, device=device)
-        batch, c = setting.size(32, 1), setting.size(96, 4)
+        batch, c = settings.size(32, 1), settings.size(96, 4)
         images = torch.randn(batch, c, 32, 32, device=device)
         self.images = images.contiguous(memory_format=torch.channels_last)
         self.kernel = torch.randn(c, c, 3, 3, device=device)
@@ -58,7 +58,7 @@ class RooflineProbe:
         return {"memory": copy, "matrix": multiply, "convolution": convolve}
 
     def amounts(self) -> dict[str, float]:
-        """Bytes moved, read and written; operations, a multiplication and an addition being two."""
+        """Bytes read and written; floating-point operations."""
         n = self.matrices.shape[1]
         return {
             "memory": 2 * self.source.numel() * self.source.element_size(),
@@ -67,13 +67,13 @@ class RooflineProbe:
         }
 
     def measure(self) -> Roofline:
-        """The best of the rounds: a limit is what nothing disturbed."""
-        taken = interleaved(self.calls(), self.setting.rounds, self.setting.least)
+        """The fastest of the rounds, which was disturbed least."""
+        taken = interleaved(self.calls(), self.settings.rounds, shortest=self.settings.shortest)
         return Roofline(**{n: amount / min(taken[n]) for n, amount in self.amounts().items()})
 
 
 def operations(call: Call) -> int:
-    """Floating-point operations of a call, in its matrix products and convolutions."""
+    """Count the floating-point operations in a call's matrix products and convolutions."""
     with FlopCounterMode(display=False) as counter:
         call()
     return int(counter.get_total_flops())

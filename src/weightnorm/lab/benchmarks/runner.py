@@ -1,72 +1,83 @@
-"""`weightnorm bench`: all rows, one after the other, into one record."""
+"""Runs benchmarks one after the other into one record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from weightnorm.lab.benchmarks.benchmark import Row, Setting
+from weightnorm.lab.benchmarks.benchmark import Benchmark, Settings
+from weightnorm.lab.benchmarks.machine import cpu
 from weightnorm.lab.benchmarks.measurement import measure
 from weightnorm.lab.benchmarks.roofline import RooflineProbe
 from weightnorm.lab.runs.environment import environment
+from weightnorm.lab.runs.progress import ProgressBars
 from weightnorm.lab.runs.records import append_row, write_json
 
 Record = dict[str, Any]
 
 
-def bench(
-    rows: Sequence[Row],
-    setting: Setting,
+def run(
+    benchmarks: Sequence[Benchmark],
+    settings: Settings,
     console: Console,
-    show: Callable[[Record], None] = lambda row: None,
+    on_benchmark: Callable[[Record], None] = lambda benchmark: None,
 ) -> Record:
-    """Measure the machine, then every row; each is shown as soon as it is done."""
-    with _telling(console, "the machine's limits"):
-        roofline = RooflineProbe(setting).measure()
-    found = []
-    for row in rows:
-        with _telling(console, f"{row.name}: {row.title}") as tell:
-            cases = []
-            for case in row.cases(setting):
-                tell(f"{row.name}: {case.name}")
-                cases.append(measure(case, setting, roofline).row())
-        found.append({"name": row.name, "title": row.title, "cases": cases})
-        show(found[-1])
+    """Measure the machine's limits, then every benchmark, and return the record.
+
+    `on_benchmark` is called with the part of the record that each benchmark adds."""
+    progress = ProgressBars(console)
+    try:
+        bar = progress.add("benchmarks", len(benchmarks))
+        progress.print("limits of the machine")
+        roofline = RooflineProbe(settings).measure()
+        found = []
+        for index, benchmark in enumerate(benchmarks):
+            progress.update(bar, index)
+            cases = _measure_cases(benchmark, settings, roofline, progress)
+            found.append({"name": benchmark.name, "title": benchmark.title, "cases": cases})
+            on_benchmark(found[-1])
+    finally:
+        progress.close()
     return {
-        "environment": environment(setting.device, 1),
-        "setting": {"quick": setting.quick, "rounds": setting.rounds},
+        "environment": {**environment(settings.device, 1), "cpu": cpu()},
+        "settings": {
+            "quick": settings.quick,
+            "rounds": settings.rounds,
+            "seconds": settings.seconds,
+            "precision": settings.precision,
+        },
         "limits": asdict(roofline),
-        "rows": found,
+        "benchmarks": found,
     }
 
 
-@contextmanager
-def _telling(console: Console, what: str) -> Iterator[Callable[[str], None]]:
-    """Say what is measured at the moment."""
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
-        task = progress.add_task(what)
-        if not console.is_terminal:
-            console.print(what, markup=False, highlight=False)
-        yield lambda text: progress.update(task, description=text)
+def _measure_cases(
+    benchmark: Benchmark, settings: Settings, roofline: Any, progress: ProgressBars
+) -> list[Record]:
+    cases = []
+    for case in benchmark.cases(settings):
+        progress.print(f"{benchmark.name}: {case.name}")
+        bar = progress.add("rounds", settings.rounds)
+
+        def on_round(done: int, total: int, bar: Any = bar) -> None:
+            progress.update(bar, done, total=total)
+            progress.status(lambda: f"  {done} of {total} rounds")
+
+        cases.append(measure(case, settings, roofline, on_round).row())
+        progress.remove(bar)
+    return cases
 
 
 def write(record: Record, folder: Path) -> Path:
-    """As a run's record, so that the report finds it; all of it is in result.json."""
+    """Write a record as that of a run, so that the report finds it; result.json has all of it."""
     folder.mkdir(parents=True, exist_ok=True)
-    preset = "quick" if record["setting"]["quick"] else "full"
-    config = {"rounds": record["setting"]["rounds"], "rows": [r["name"] for r in record["rows"]]}
+    preset = "quick" if record["settings"]["quick"] else "full"
+    names = [benchmark["name"] for benchmark in record["benchmarks"]]
+    config = {"rounds": record["settings"]["rounds"], "benchmarks": names}
     write_json(folder / "config.json", {"experiment": "bench", "preset": preset, "config": config})
     (folder / "sessions.jsonl").unlink(missing_ok=True)
     append_row(folder / "sessions.jsonl", record["environment"])

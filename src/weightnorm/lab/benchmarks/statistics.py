@@ -1,45 +1,65 @@
-"""Statistics of interleaved rounds, and how sure they are."""
+"""Estimators on interleaved rounds.
+
+Peers of a round are measured within seconds of each other, so their ratio is little affected by
+changes of the machine's speed. A ratio is estimated as the geometric interquartile mean of the
+ratios of all rounds: paired, and insensitive to outliers in up to a quarter of the rounds on either
+side.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
+import scipy.stats  # type: ignore[import-untyped]
 
-
-class Interval(NamedTuple):
-    """A value and its 95 % bootstrap interval."""
-
-    middle: float
-    low: float
-    high: float
+from weightnorm.lab.statistics import Array, Interval, bootstrap
 
 
-Medians = Mapping[str, Tensor]
-"""By peer: the median over rounds; first of the rounds as they were, then of each resample."""
+class Rounds:
+    """Measurements of peers; the last axis is that of the rounds."""
+
+    def __init__(self, samples: Mapping[str, Array]) -> None:
+        self.samples = samples
+
+    def ratio(self, peer: str, base: str) -> Array:
+        """Geometric interquartile mean of peer / base."""
+        if peer == base:
+            return np.ones(self.samples[peer].shape[:-1])
+        ratios = np.log(self.samples[peer]) - np.log(self.samples[base])
+        return np.exp(interquartile_mean(ratios))
+
+    def mean(self, peer: str) -> Array:
+        """Interquartile mean of a peer's measurements."""
+        return interquartile_mean(self.samples[peer])
 
 
-def medians(samples: Mapping[str, Sequence[float]], draws: int = 2000) -> Medians:
-    """What slowed a whole round is taken out of it: each is divided by its pace, the geometric mean
-    of its peers to that of the middle round. Then rounds are resampled whole."""
-    table = torch.tensor([*samples.values()], dtype=torch.float64)  # (peers, rounds)
-    pace = table.log().mean(0)
-    table = table / (pace - pace.median()).exp()
-    rounds = table.shape[1]
-    drawn = torch.randint(rounds, (draws, rounds), generator=torch.Generator().manual_seed(0))
-    rows = torch.cat([torch.arange(rounds).unsqueeze(0), drawn])
-    middle = table[:, rows].quantile(0.5, dim=2)  # (peers, 1 + draws)
-    return dict(zip(samples, middle, strict=True))
+def interquartile_mean(values: Array) -> Array:
+    """Mean over the last axis without the lowest and the highest quarter.
 
-
-def interval(values: Tensor) -> Interval:
-    """Of a statistic of medians.
-
-    >>> interval(medians({"a": [2.0, 2.0]})["a"] / 4)
-    Interval(middle=0.5, low=0.5, high=0.5)
+    >>> float(interquartile_mean(np.array([1.0, 2.0, 3.0, 100.0])))
+    2.5
     """
-    drawn = values[1:].sort().values
-    low, high = (drawn[round(share * (len(drawn) - 1))] for share in (0.025, 0.975))
-    return Interval(values[0].item(), low.item(), high.item())
+    return np.asarray(scipy.stats.trim_mean(values, 0.25, axis=-1))
+
+
+def estimate(
+    samples: Mapping[str, Sequence[float]],
+    peers: Iterable[str],
+    statistic: Callable[[Rounds], Array],
+) -> Interval:
+    """A statistic of some peers and its interval; rounds are resampled whole.
+
+    >>> estimate({"a": [2.0, 4.0], "b": [1.0, 2.0]}, "ab", lambda rounds: rounds.ratio("a", "b"))
+    Interval(value=2.0, low=2.0, high=2.0)
+    """
+    names = [*dict.fromkeys(peers)]
+    return bootstrap(
+        lambda *arrays: statistic(Rounds(dict(zip(names, arrays, strict=True)))),
+        *(samples[name] for name in names),
+    )
+
+
+def ratio_interval(samples: Mapping[str, Sequence[float]], peer: str, base: str) -> Interval:
+    """The ratio of a peer to the base and its interval."""
+    return estimate(samples, (peer, base), lambda rounds: rounds.ratio(peer, base))

@@ -1,1 +1,1 @@
-"""What the paper says about weight normalization, claim by claim, each a function that measures."""
+"""The paper's claims about weight normalization, each measured and given a verdict."""

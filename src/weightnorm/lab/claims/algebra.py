@@ -1,4 +1,4 @@
-"""Claims 1, 2, 3, 10, 11 and 14: identities, so measured as the largest deviation from them."""
+"""Claims 1, 2, 3, 10, 11 and 14: identities, measured as the largest deviation from them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from weightnorm import Parameterization, mean_only_batch_norm, parameterize, parts, weight_norm
 from weightnorm.functional import compose, gradients, norm, project
 from weightnorm.lab.claims.claim import FAILS, HOLDS, Measured, Verdict, claim, exactly
-from weightnorm.lab.claims.context import Workbench
+from weightnorm.lab.claims.context import Context
 
 SHAPES = ((3, 4), (5, 1, 3), (2, 3, 3, 3))
 
 
-def draws(bench: Workbench) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(v, g, ∇w) of several shapes, in float64."""
-    torch.manual_seed(bench.seeds[0])
+def random_parts(context: Context) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Random (v, g, ∇w) of several shapes, float64."""
+    torch.manual_seed(context.seeds[0])
     found = []
     for shape in SHAPES:
         v, grad_w = torch.randn(2, *shape, dtype=torch.float64)
@@ -30,9 +30,9 @@ def draws(bench: Workbench) -> list[tuple[Tensor, Tensor, Tensor]]:
     paper="exact",
     measured="largest relative difference to central differences, float64",
 )  # fmt: skip
-def finite_differences(bench: Workbench) -> Measured:
+def finite_differences(context: Context) -> Measured:
     worst = 0.0
-    for v, g, grad_w in draws(bench):
+    for v, g, grad_w in random_parts(context):
         exact = gradients(grad_w, v=v, g=g)
         for part, grad in ((0, exact.v), (1, exact.g)):
             worst = max(worst, deviation(central_difference(v, g, grad_w, part), grad))
@@ -40,7 +40,7 @@ def finite_differences(bench: Workbench) -> Measured:
 
 
 def central_difference(v: Tensor, g: Tensor, grad_w: Tensor, part: int, h: float = 1e-6) -> Tensor:
-    """∇ of ∇w·w(v, g) by (f(x + h) − f(x − h))/2h, entry by entry."""
+    """Gradient of ∇w·w(v, g) in v or g by (f(x + h) − f(x − h))/2h, entry by entry."""
     pair = (v, g)
     out = torch.zeros_like(pair[part]).flatten()
     for i in range(out.numel()):
@@ -58,9 +58,9 @@ def central_difference(v: Tensor, g: Tensor, grad_w: Tensor, part: int, h: float
     paper="exact",
     measured="largest deviation of eq. 3 = eq. 4, M² = M, ∇v·v = 0",
 )  # fmt: skip
-def projection(bench: Workbench) -> Measured:
+def projection(context: Context) -> Measured:
     numbers = {"eq. 3 − eq. 4": 0.0, "M² − M": 0.0, "∇v·v": 0.0}
-    for v, g, grad_w in draws(bench):
+    for v, g, grad_w in random_parts(context):
         length = norm(v)
         eq3 = gradients(grad_w, v=v, g=g).v
         eq4 = g / length * project(grad_w, compose(v=v, g=g))
@@ -73,13 +73,13 @@ def projection(bench: Workbench) -> Measured:
 
 
 @claim(
-    3, "2", "‖w‖ = |g|, whatever v is",
+    3, "2", "‖w‖ = |g| for every v",
     paper="exact (as ‖w‖ = g, for g ≥ 0)",
     measured="largest relative deviation, ‖v‖ over 12 decades",
 )  # fmt: skip
-def fixed_length(bench: Workbench) -> Measured:
+def fixed_length(context: Context) -> Measured:
     worst = 0.0
-    for v, g, _ in draws(bench):
+    for v, g, _ in random_parts(context):
         for scale in (1e-6, 1.0, 1e6):
             worst = max(worst, deviation(norm(compose(v=scale * v, g=g)), g.abs()))
     return Measured(f"{worst:.1e}", exactly(worst, 1e-12), 3 * len(SHAPES), {"deviation": worst})
@@ -90,8 +90,8 @@ def fixed_length(bench: Workbench) -> Measured:
     paper="exact",
     measured="largest relative deviation in output and gradient (ε → 0), float64",
 )  # fmt: skip
-def whitened_batch(bench: Workbench) -> Measured:
-    torch.manual_seed(bench.seeds[0])
+def whitened_batch(context: Context) -> Measured:
+    torch.manual_seed(context.seeds[0])
     x = whitened(64, 5)
     layer = weight_norm(nn.Linear(5, 3, bias=False).double())
     linear = nn.Linear(5, 3, bias=False).double()
@@ -114,10 +114,10 @@ def whitened_batch(bench: Workbench) -> Measured:
     paper="no dependence",
     measured="relative change of one example's output when the others change",
 )  # fmt: skip
-def independence(bench: Workbench) -> Measured:
+def independence(context: Context) -> Measured:
     changes = {}
     for how in Parameterization:
-        torch.manual_seed(bench.seeds[0])
+        torch.manual_seed(context.seeds[0])
         layer = parameterize(nn.Linear(6, 4).double(), how).train()
         x = torch.randn(8, 6, dtype=torch.float64)
         other = torch.cat([x[:1], torch.randn(7, 6, dtype=torch.float64)])
@@ -127,10 +127,10 @@ def independence(bench: Workbench) -> Measured:
 
 
 def independence_verdict(changes: dict[str, float]) -> Verdict:
-    """The two that do not use the batch do not change; the three that do, change."""
+    """Parameterizations without batch statistics must not change; those with them must."""
     uses = {how: Parameterization(how).uses_batch for how in changes}
-    fits = (change > 1e-3 if uses[how] else change <= 1e-12 for how, change in changes.items())
-    return HOLDS if all(fits) else FAILS
+    as_stated = (change > 1e-3 if uses[how] else change <= 1e-12 for how, change in changes.items())
+    return HOLDS if all(as_stated) else FAILS
 
 
 @claim(
@@ -138,8 +138,8 @@ def independence_verdict(changes: dict[str, float]) -> Verdict:
     paper="exact",
     measured="largest relative deviation of the gradients of v and g, float64",
 )  # fmt: skip
-def centred_gradient(bench: Workbench) -> Measured:
-    torch.manual_seed(bench.seeds[0])
+def centred_gradient(context: Context) -> Measured:
+    torch.manual_seed(context.seeds[0])
     layer = mean_only_batch_norm(weight_norm(nn.Conv2d(3, 4, 3)).double())
     inner: nn.Module = layer.layer
     x = torch.randn(6, 3, 5, 5, dtype=torch.float64)
@@ -153,7 +153,7 @@ def centred_gradient(bench: Workbench) -> Measured:
 
 
 def whitened(n: int, k: int) -> Tensor:
-    """A batch with mean exactly 0 and covariance exactly 1."""
+    """A batch with mean 0 and covariance 1, to rounding."""
     x = torch.randn(n, k, dtype=torch.float64)
     x = x - x.mean(0)
     white: Tensor = x @ torch.linalg.inv(torch.linalg.cholesky(x.T @ x / n)).T

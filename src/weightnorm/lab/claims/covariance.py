@@ -1,4 +1,4 @@
-"""Claims 7, 8 and 9: what the projection does to the noise of the gradient (section 2)."""
+"""Claims 7, 8 and 9: the projection and the covariance of the gradient (section 2)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from weightnorm.lab.claims.claim import (
     HOLDS,
     QUALITATIVELY,
     Figure,
-    Interval,
     Measured,
     Series,
     Verdict,
-    bootstrap,
     claim,
     exactly,
     series,
 )
-from weightnorm.lab.claims.context import Workbench
+from weightnorm.lab.claims.context import Context
+from weightnorm.lab.statistics import Interval, mean_interval
 
 EXAMPLES = 256
 UNITS = 8
-"""Of each layer."""
+"""Units of each layer that are measured."""
 DOMINANT = 5
-"""Eigenvectors with the largest eigenvalues."""
+"""Number of top eigenvectors."""
 NEAR = 0.5
 """A |cosine| that counts as near; that of a random direction is about √(2/πn)."""
 OFTEN = 0.5
-"""Of all units."""
+"""Share of the units."""
 CLOSER = 0.05
-"""A share of the distance to the identity that is more than a trace."""
-WAYS = {"standard": 0.0003, "weight-norm": 0.003}
-"""And the rate at which the paper trains each, with Adam."""
+"""Share of the distance to the identity that is not negligible."""
+PARAMETERIZATIONS = {"standard": 0.0003, "weight-norm": 0.003}
+"""Parameterization → Adam's learning rate in the paper."""
 
 
 @claim(
@@ -48,10 +47,10 @@ WAYS = {"standard": 0.0003, "weight-norm": 0.003}
     measured="largest relative deviation from the covariance of the gradients of 64 real examples "
     "in v, over some units of every layer, float64",
 )  # fmt: skip
-def transformed_covariance(bench: Workbench) -> Measured:
-    model = bench.network("weight-norm", bench.seeds[0]).double()
-    x, y = bench.data.train[:64].double(), bench.data.train_labels[:64]
-    found = {site.path: site.parts() for site in find_normalized(model)}
+def transformed_covariance(context: Context) -> Measured:
+    model = context.network("weight-norm", context.seeds[0]).double()
+    x, y = context.data.train[:64].double(), context.data.train_labels[:64]
+    found = {weight.path: weight.parts() for weight in find_normalized(model)}
     of_v: dict[str, list[Tensor]] = {path: [] for path in found}
     for image, label in zip(x, y, strict=True):
         loss = F.cross_entropy(model(image[None]), label[None])
@@ -83,35 +82,37 @@ def scaled_and_projected(c: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     paper="empirical, no number given",
     measured=f"share of units whose w has a |cosine| above {NEAR} with one of the {DOMINANT} top "
     "eigenvectors of C, over layers, training time, standard and weight norm; and w′Cw/(‖w‖²λ); "
-    "both beside random directions",
+    "both compared with random directions",
 )  # fmt: skip
-def dominant_direction(bench: Workbench) -> Measured:
-    rows = all_rows(bench)
+def dominant_direction(context: Context) -> Measured:
+    rows = all_rows(context)
     near, by_chance = (over_seeds(rows, key) for key in ("near", "near_random"))
     best, top = (over_seeds(rows, key) for key in ("cosine_dominant", "cosine"))
     more = over_seeds(rows, "rayleigh", less="rayleigh_random")
     nearer = over_seeds(rows, "cosine_dominant", less="cosine_dominant_random")
     value = (
-        f"{100 * near.mean:.0f} % of units are near [{100 * near.low:.0f}, {100 * near.high:.0f}], "
-        f"of random directions {100 * by_chance.mean:.0f} %; |cosine| with the nearest {best}, "
+        f"{100 * near.value:.0f} % of units are near "
+        f"[{100 * near.low:.0f}, {100 * near.high:.0f}], "
+        f"of random directions {100 * by_chance.value:.0f} %; |cosine| with the nearest {best}, "
         f"{nearer} above random; with the first {top}; Rayleigh quotient {more} above random"
     )
     verdict = alignment_verdict(near, nearer, more)
     kept = [{k: v for k, v in row.items() if k != "spectra"} for row in rows]
-    figures = tuple(_cosines(rows, way) for way in WAYS)
-    return Measured(value, verdict, len(bench.seeds), {"measured": kept}, figures)
+    figures = tuple(_cosines(rows, how) for how in PARAMETERIZATIONS)
+    return Measured(value, verdict, len(context.seeds), {"measured": kept}, figures)
 
 
 def alignment_verdict(near: Interval, nearer: Interval, more: Interval) -> Verdict:
-    """Often near; or at least nearer than chance, in cosine and in Rayleigh quotient; or not."""
+    """Holds if over half of the units are near; qualitatively if cosine and Rayleigh quotient are
+    above those of random directions."""
     above_chance = nearer.low > 0 and more.low > 0
     if above_chance and near.low > OFTEN:
         return HOLDS
     return QUALITATIVELY if above_chance else FAILS
 
 
-def _cosines(rows: list[dict[str, Any]], way: str) -> Figure:
-    rows = [row for row in rows if row["way"] == way]
+def _cosines(rows: list[dict[str, Any]], how: str) -> Figure:
+    rows = [row for row in rows if row["parameterization"] == how]
     layers, times = (sorted({row[key] for row in rows}) for key in ("layer", "step"))
     x = tuple(float(layer) for layer in layers)
 
@@ -125,7 +126,7 @@ def _cosines(rows: list[dict[str, Any]], way: str) -> Figure:
 
     lines = [line(f"after {at} steps", "cosine_dominant", [at]) for at in times]
     lines.append(line("random direction", "cosine_dominant_random", times))
-    title = f"|cosine| of w with the nearest of C's {DOMINANT} dominant eigenvectors, {way}"
+    title = f"|cosine| of w with the nearest of C's {DOMINANT} dominant eigenvectors, {how}"
     return Figure(title, "layer", "mean |cosine|", tuple(lines))
 
 
@@ -135,65 +136,68 @@ def _cosines(rows: list[dict[str, Any]], way: str) -> Figure:
     measured="how much nearer, as a share of ‖C/(tr C/n) − 1‖, and of what a projection away from "
     "a random direction gives; over layers, standard and weight norm, after training",
 )  # fmt: skip
-def nearer_identity(bench: Workbench) -> Measured:
-    rows = [row for row in all_rows(bench) if "spectra" in row]
+def nearer_identity(context: Context) -> Measured:
+    rows = [row for row in all_rows(context) if "spectra" in row]
     gain = over_seeds(rows, "closer")
     beyond = over_seeds(rows, "closer", less="closer_random")
     value = f"nearer by {gain}, beyond a random direction {beyond}"
     middle = sorted({row["layer"] for row in rows})[len({row["layer"] for row in rows}) // 2]
-    figures = tuple(_spectra(rows, way, middle) for way in WAYS)
+    figures = tuple(_spectra(rows, how, middle) for how in PARAMETERIZATIONS)
     numbers = {"gain": gain, "beyond random": beyond}
-    return Measured(value, nearer_verdict(gain, beyond), len(bench.seeds), numbers, figures)
+    return Measured(value, nearer_verdict(gain, beyond), len(context.seeds), numbers, figures)
 
 
 def nearer_verdict(gain: Interval, beyond: Interval) -> Verdict:
-    """More than a trace and more than any projection would give; or only some of it; or not."""
+    """Holds if the gain is not negligible and exceeds that of a random direction; qualitatively if
+    it only exceeds it."""
     if beyond.low <= 0 or gain.low <= 0:
         return FAILS
     return HOLDS if gain.low > CLOSER else QUALITATIVELY
 
 
-def _spectra(rows: list[dict[str, Any]], way: str, layer: int) -> Figure:
-    found = [row["spectra"] for row in rows if row["way"] == way and row["layer"] == layer]
+def _spectra(rows: list[dict[str, Any]], how: str, layer: int) -> Figure:
+    found = [
+        row["spectra"] for row in rows if row["parameterization"] == how and row["layer"] == layer
+    ]
     lines = []
     for name in ("C", "D"):
         values = [spectra[name] for spectra in found]
         lines.append(series(name, range(1, len(values[0]) + 1), zip(*values, strict=True)))
-    title = f"Eigenvalues of C and D, layer {layer}, {way}"
+    title = f"Eigenvalues of C and D, layer {layer}, {how}"
     return Figure(title, "rank", "eigenvalue / trace", tuple(lines), log_y=True)
 
 
 def over_seeds(rows: list[dict[str, Any]], key: str, *, less: str = "") -> Interval:
-    """Networks are independent, layers and moments of one are not: mean over seeds of means."""
+    """Interval over seeds of the mean over layers and times, which are not independent."""
     seeds = sorted({row["seed"] for row in rows})
     values = []
     for seed in seeds:
         own = [row for row in rows if row["seed"] == seed]
         values.append(fmean(row[key] - (row[less] if less else 0.0) for row in own))
-    return bootstrap(values)
+    return mean_interval(values)
 
 
-def all_rows(bench: Workbench) -> list[dict[str, Any]]:
-    """Of every network, moment and layer. Claims 8 and 9 look at the same networks."""
-    parts = [(way, seed) for way in WAYS for seed in bench.seeds]
-    found = bench.each(covariances_in_training, parts)
+def all_rows(context: Context) -> list[dict[str, Any]]:
+    """Alignment of every network, time and layer; claims 8 and 9 share the networks."""
+    parts = [(how, seed) for how in PARAMETERIZATIONS for seed in context.seeds]
+    found = context.map(covariances_in_training, parts)
     return [
-        {"way": way, "seed": seed, **row}
-        for (way, seed), rows in zip(parts, found, strict=True)
+        {"parameterization": how, "seed": seed, **row}
+        for (how, seed), rows in zip(parts, found, strict=True)
         for row in rows
     ]
 
 
-def covariances_in_training(bench: Workbench, way: str, seed: int) -> list[dict[str, Any]]:
-    """A row for every moment and layer, each of means over units."""
-    times = (0, 20, 100) if bench.quick else (0, 50, 300)
-    model = bench.network(way, seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=WAYS[way])
-    x, y = bench.data.train[:EXAMPLES], bench.data.train_labels[:EXAMPLES]
-    chance = torch.Generator().manual_seed(10_000 + seed)  # not what drew the weights
+def covariances_in_training(context: Context, how: str, seed: int) -> list[dict[str, Any]]:
+    """Alignment at several times of training, by layer; means over units."""
+    times = (0, 20, 100) if context.quick else (0, 50, 300)
+    model = context.network(how, seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=PARAMETERIZATIONS[how])
+    x, y = context.data.train[:EXAMPLES], context.data.train_labels[:EXAMPLES]
+    chance = torch.Generator().manual_seed(10_000 + seed)  # independent of the weights
     found: list[dict[str, Any]] = []
 
-    def take(step: int) -> None:
+    def measure(step: int) -> None:
         grads = example_gradients(model, F.cross_entropy, x, y)
         for layer, (name, w) in enumerate(unit_weights(model).items(), 1):
             c = gradient_covariance(grads[name][:, :UNITS].double())
@@ -201,31 +205,32 @@ def covariances_in_training(bench: Workbench, way: str, seed: int) -> list[dict[
             row = {"step": step, "layer": layer, **layer_row(c, w[:UNITS].double(), chance, last)}
             found.append(row)
 
-    def watch(step: int, _: nn.Module) -> None:
+    def after_step(step: int, _: nn.Module) -> None:
         if step + 1 in times:
-            take(step + 1)
+            measure(step + 1)
 
-    take(0)
-    bench.train(model, optimizer, steps=times[-1], batch=64, seed=seed, watch=watch)
+    measure(0)
+    context.train(model, optimizer, steps=times[-1], batch=64, seed=seed, after_step=after_step)
     return found
 
 
 def layer_row(c: Tensor, w: Tensor, chance: torch.Generator, spectra: bool) -> dict[str, Any]:
-    """Alignment, and with the spectra what the projection does to them; dead units left out."""
+    """Alignment of one layer, and the spectra before and after the projection; units without
+    gradient are left out."""
     alive = torch.einsum("unn->u", c) > 0
     c, w = c[alive], w[alive]
     noise = torch.randn(w.shape, generator=chance, dtype=w.dtype)
     row: dict[str, Any] = alignment(c, w)
     row |= {f"{key}_random": value for key, value in alignment(c, noise).items()}
     if spectra:
-        before, after, anyway = (spectrum(m) for m in (c, projected(c, w), projected(c, noise)))
-        row["closer"], row["closer_random"] = closer(before, after), closer(before, anyway)
+        before, after, random = (spectrum(m) for m in (c, projected(c, w), projected(c, noise)))
+        row["closer"], row["closer_random"] = closer(before, after), closer(before, random)
         row["spectra"] = {"C": shares(before), "D": shares(after[:, :-1])}
     return row
 
 
 def alignment(c: Tensor, direction: Tensor) -> dict[str, float]:
-    """Of each unit's direction with the eigenvectors of its C; means over units."""
+    """Alignment of directions with the eigenvectors of C; means over units."""
     values, vectors = torch.linalg.eigh(c)
     d = F.normalize(direction, dim=1)
     cosines = torch.einsum("un,unk->uk", d, vectors[..., -DOMINANT:]).abs()
@@ -240,30 +245,30 @@ def alignment(c: Tensor, direction: Tensor) -> dict[str, float]:
 
 
 def projected(c: Tensor, w: Tensor) -> Tensor:
-    """M C M: D up to a factor."""
+    """M C M, which is D up to a factor."""
     return scaled_and_projected(c, w, torch.ones(len(w), 1, dtype=w.dtype))
 
 
 def spectrum(c: Tensor) -> Tensor:
-    """Eigenvalues of each unit, largest first and not negative."""
+    """Eigenvalues of each unit, descending, clamped to 0."""
     values: Tensor = torch.linalg.eigvalsh(c)
     return values.clamp_min(0).flip(1)
 
 
 def closer(before: Tensor, after: Tensor) -> float:
-    """By what share the distance to the identity falls, mean over units; of what was projected the
-    last eigenvalue is that of the direction that is gone."""
+    """Relative decrease of the distance to the identity, mean over units. The last eigenvalue after
+    the projection is that of the removed direction and is left out."""
     return (1 - distance(after[:, :-1]) / distance(before)).mean().item()
 
 
 def distance(values: Tensor) -> Tensor:
-    """‖C/(tr C/n) − 1‖ by Frobenius and over √n, from the eigenvalues: 0 for a multiple of the
-    identity, √(n − 1) for a single direction."""
+    """Frobenius norm ‖C/(tr C/n) − 1‖/√n from the eigenvalues: 0 for a multiple of the identity,
+    √(n − 1) for rank 1."""
     scaled = values / values.mean(1, keepdim=True)
     return (scaled - 1).square().mean(1).sqrt()
 
 
 def shares(values: Tensor) -> list[float]:
-    """Of the trace, mean over units."""
+    """Eigenvalues as shares of the trace, mean over units."""
     found: list[float] = (values / values.sum(1, keepdim=True)).mean(0).clamp_min(1e-9).tolist()
     return found

@@ -1,4 +1,4 @@
-"""Claim 15: the noise that batch statistics put on a pre-activation (section 4)."""
+"""Claim 15: noise of batch statistics (section 4)."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from weightnorm.lab.claims.claim import (
     HOLDS,
     QUALITATIVELY,
     Figure,
-    Interval,
     Measured,
     Series,
     Verdict,
-    bootstrap,
     claim,
     series,
 )
-from weightnorm.lab.claims.context import Workbench
+from weightnorm.lab.claims.context import Context
+from weightnorm.lab.statistics import Interval, mean_interval
 from weightnorm.layers import weight_names
 
 BATCHES = (16, 32, 100)
 LIGHT = 0.5
-"""Excess kurtosis that still passes for nearly Gaussian; what lies more than this above the batch
-mean's has much heavier tails."""
+"""Excess kurtosis below which noise counts as nearly Gaussian; tails count as much heavier if their
+excess kurtosis is more than this above the batch mean's."""
 NAMES = {"mean": "batch mean", "variance": "batch variance", "inverse_std": "1/σ of the batch"}
 EDGES = [x / 4 for x in range(-24, 25)]
-"""Of the histograms' bins, in standard deviations."""
+"""Edges of the histograms' bins, in standard deviations."""
 RAREST = 1e-5
-"""A density below is drawn as this."""
+"""Smallest density that is plotted."""
 
 Found = list[dict[str, Any]]
-"""Of each seed what `tails` gives."""
+"""One result of `tails` per seed."""
 Rows = dict[int, dict[str, list[float]]]
 """Batch size → statistic → excess kurtosis by seed."""
 
@@ -50,19 +49,22 @@ Rows = dict[int, dict[str, list[float]]]
     measured="excess kurtosis over batches of real activations of a network with batch norm, mean "
     "over layers and channels",
 )  # fmt: skip
-def gentler_noise(bench: Workbench) -> Measured:
-    found: Found = bench.each(tails, [(seed,) for seed in bench.seeds])
+def noise_tails(context: Context) -> Measured:
+    found: Found = context.map(tails, [(seed,) for seed in context.seeds])
     rows: Rows = {}
     for batch in BATCHES:
         layers = {name: by_layer(found, batch, name) for name in NAMES}
         rows[batch] = {n: [fmean(x) for x in zip(*c, strict=True)] for n, c in layers.items()}
-    means = {batch: bootstrap(row["mean"]) for batch, row in rows.items()}
+    means = {batch: mean_interval(row["mean"]) for batch, row in rows.items()}
     gaps = {
-        batch: [bootstrap(_less(row[name], row["mean"])) for name in ("variance", "inverse_std")]
+        batch: [
+            mean_interval(_differences(row[name], row["mean"]))
+            for name in ("variance", "inverse_std")
+        ]
         for batch, row in rows.items()
     }
     said = [
-        f"batch {batch}: " + ", ".join(f"{NAMES[key]} {bootstrap(x)}" for key, x in row.items())
+        f"batch {batch}: " + ", ".join(f"{NAMES[key]} {mean_interval(x)}" for key, x in row.items())
         for batch, row in rows.items()
     ]
     figures = (_sizes(rows), _layers(found), *(_histogram(found, b) for b in (16, 100)))
@@ -71,34 +73,34 @@ def gentler_noise(bench: Workbench) -> Measured:
 
 
 def by_layer(found: Found, batch: int, name: str) -> list[tuple[float, ...]]:
-    """Layers × seeds."""
+    """Excess kurtosis, layers × seeds."""
     return [*zip(*(seed["kurtosis"][str(batch)][name] for seed in found), strict=True)]
 
 
 def noise_verdict(means: dict[int, Interval], gaps: dict[int, list[Interval]]) -> Verdict:
-    """At every batch size the mean is nearly Gaussian and the others are far from it; or heavier at
-    the smallest size at least."""
+    """Holds if at every batch size the mean is nearly Gaussian and the tails of the others are much
+    heavier; qualitatively if they are heavier at the smallest size."""
     light = all(mean.high < LIGHT for mean in means.values())
     if light and all(gap.low > LIGHT for pair in gaps.values() for gap in pair):
         return HOLDS
     return QUALITATIVELY if all(gap.low > 0 for gap in gaps[min(gaps)]) else FAILS
 
 
-def tails(bench: Workbench, seed: int) -> dict[str, Any]:
+def tails(context: Context, seed: int) -> dict[str, Any]:
     """By batch size, statistic and layer the kurtosis, mean over channels; and the middle layer's
     histograms."""
-    bench = bench.at_full_size
-    model = bench.network("batch-norm", seed)
+    context = context.at_full_size
+    model = context.network("batch-norm", seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-    bench.train(model, optimizer, steps=100, batch=64, seed=seed)
-    layers = activations(model, bench.data.train[:1000])
-    draws = 1000 if bench.quick else 4000
+    context.train(model, optimizer, steps=100, batch=64, seed=seed)
+    layers = activations(model, context.data.train[:1000])
+    batches = 1000 if context.quick else 4000
     kurtosis: dict[int, dict[str, list[float]]] = {b: {name: [] for name in NAMES} for b in BATCHES}
     histograms: dict[int, dict[str, list[float]]] = {b: {} for b in BATCHES}
     for index, t in enumerate(layers):
         for batch in BATCHES:
-            draw = torch.Generator().manual_seed(seed)
-            for name, noise in batch_noise(t, batch, draws, draw)._asdict().items():
+            generator = torch.Generator().manual_seed(seed)
+            for name, noise in batch_noise(t, batch, batches, generator)._asdict().items():
                 kurtosis[batch][name].append(excess_kurtosis(noise).nanmean().item())
                 if index == len(layers) // 2:
                     histograms[batch][name] = histogram(noise)
@@ -107,14 +109,14 @@ def tails(bench: Workbench, seed: int) -> dict[str, Any]:
 
 
 def histogram(noise: Tensor) -> list[float]:
-    """The density of standardized noise, all channels together."""
+    """Density of standardized noise, over all channels."""
     z = (noise - noise.mean(0)) / noise.std(0)
     counts, edges = torch.histogram(z.flatten().double(), torch.tensor(EDGES).double())
     found: list[float] = (counts / z.numel() / edges.diff()).clamp_min(RAREST).tolist()
     return found
 
 
-def _less(a: list[float], b: list[float]) -> list[float]:
+def _differences(a: list[float], b: list[float]) -> list[float]:
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
@@ -150,7 +152,7 @@ def _histogram(found: Found, batch: int) -> Figure:
 
 @torch.no_grad()
 def activations(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The pre-activations of every layer with weights, before any batch norm."""
+    """Pre-activations of every layer with weights, before batch norm."""
     found: list[Tensor] = []
     layers = [module for module in model.modules() if weight_names(module)]
     handles = [m.register_forward_hook(lambda _, __, t: found.append(t)) for m in layers]

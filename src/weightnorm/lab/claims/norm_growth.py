@@ -1,4 +1,4 @@
-"""Claims 4 and 5: the length of v grows, faster the noisier the gradient (section 2.1)."""
+"""Claims 4 and 5: growth of ‖v‖, and its dependence on gradient noise (section 2.1)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from weightnorm.lab.claims.claim import (
     HOLDS,
     QUALITATIVELY,
     Figure,
-    Interval,
     Measured,
     Verdict,
-    bootstrap,
     claim,
     series,
 )
-from weightnorm.lab.claims.context import Workbench
+from weightnorm.lab.claims.context import Context
+from weightnorm.lab.statistics import Interval, mean_interval
 
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "gradient descent": lambda p, rate: torch.optim.SGD(p, lr=rate),
@@ -33,9 +32,9 @@ OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
 }
 QUICK_RATES = {"gradient descent": 0.1, "momentum 0.9": 0.02, "Adam": 0.003}
 FULL_RATES = {"gradient descent": 0.003, "momentum 0.9": 0.001, "Adam": 0.003}
-"""At which training is stable for every seed (plain gradient descent at 0.01 lost one of five)."""
+"""Learning rates at which no seed diverges (plain gradient descent at 0.01 lost one of five)."""
 BATCHES = (128, 32, 8)
-"""Smaller batches have noisier gradients; the mean gradient is the same."""
+"""Smaller batches have noisier gradients with the same mean."""
 ROUNDING = 1e-12
 
 
@@ -45,13 +44,13 @@ ROUNDING = 1e-12
     paper="exact; qualitative with momentum or Adam",
     measured="unit-steps at which ‖v‖ shrinks, and its growth in training, float64",
 )  # fmt: skip
-def monotone_growth(bench: Workbench) -> Measured:
-    parts = [(name, seed) for name in OPTIMIZERS for seed in bench.seeds]
-    found = dict(zip(parts, bench.each(growth_in_training, parts), strict=True))
+def monotone_growth(context: Context) -> Measured:
+    parts = [(name, seed) for name in OPTIMIZERS for seed in context.seeds]
+    found = dict(zip(parts, context.map(growth_in_training, parts), strict=True))
     numbers: dict[str, Any] = {}
     lines = []
     for name in OPTIMIZERS:
-        rows = [found[name, seed] for seed in bench.seeds]
+        rows = [found[name, seed] for seed in context.seeds]
         numbers[name] = {key: [row[key] for row in rows] for key in rows[0] if key != "curve"}
         curves = [row["curve"] for row in rows]
         lines.append(series(name, range(len(curves[0])), zip(*curves, strict=True)))
@@ -61,13 +60,13 @@ def monotone_growth(bench: Workbench) -> Measured:
     ]
     exact = max(numbers["gradient descent"]["pythagoras"])
     value = f"{'; '.join(said)}; deviation from √(1+c²) {exact:.1e}"
-    figure = Figure("‖v‖ over training", "step", "mean ‖v‖ / at the start", tuple(lines))
-    return Measured(value, growth_verdict(numbers), len(bench.seeds), numbers, (figure,))
+    figure = Figure("‖v‖ over training", "step", "mean ‖v‖ / initial", tuple(lines))
+    return Measured(value, growth_verdict(numbers), len(context.seeds), numbers, (figure,))
 
 
-def growth_in_training(bench: Workbench, name: str, seed: int) -> dict[str, Any]:
-    """How often ‖v‖ shrinks, how much it grows in the median unit, how far it is from √(1+c²)."""
-    lengths, off = lengths_in_training(bench, name, 60 if bench.quick else 150, seed)
+def growth_in_training(context: Context, name: str, seed: int) -> dict[str, Any]:
+    """Share of unit-steps that shrink ‖v‖, growth of the median unit, deviation from √(1+c²)."""
+    lengths, off = lengths_in_training(context, name, 60 if context.quick else 150, seed)
     return {
         "shrinking": (lengths.diff(dim=0) < -ROUNDING * lengths[:-1]).double().mean().item(),
         "growth": (lengths[-1] / lengths[0]).median().item(),
@@ -77,38 +76,38 @@ def growth_in_training(bench: Workbench, name: str, seed: int) -> dict[str, Any]
 
 
 def gain(factors: list[float]) -> str:
-    """By how much more, with its interval.
+    """Format the mean growth and its interval in per cent.
 
     >>> gain([1.5, 1.5])
     '+50 % [50, 50]'
     """
-    mean, low, high = bootstrap([100 * (factor - 1) for factor in factors])
+    mean, low, high = mean_interval([100 * (factor - 1) for factor in factors])
     return f"{mean:+.2g} % [{low:.2g}, {high:.2g}]"
 
 
 def growth_verdict(numbers: dict[str, Any]) -> Verdict:
-    """Exact for gradient descent; with the others v must at least grow."""
+    """Exact with gradient descent; with the other optimizers ‖v‖ must grow."""
     plain = numbers["gradient descent"]
     if max(plain["shrinking"]) > 0 or max(plain["pythagoras"]) > 1e-9:
         return FAILS
     others = [x["growth"] for name, x in numbers.items() if name != "gradient descent"]
-    return HOLDS if all(bootstrap(growth).low > 1 for growth in others) else QUALITATIVELY
+    return HOLDS if all(mean_interval(growth).low > 1 for growth in others) else QUALITATIVELY
 
 
-def make(bench: Workbench, model: nn.Module, name: str) -> torch.optim.Optimizer:
-    rates = QUICK_RATES if bench.quick else FULL_RATES
+def make_optimizer(context: Context, model: nn.Module, name: str) -> torch.optim.Optimizer:
+    rates = QUICK_RATES if context.quick else FULL_RATES
     return OPTIMIZERS[name](model.parameters(), rates[name])
 
 
-def lengths_in_training(bench: Workbench, name: str, steps: int, seed: int) -> tuple[Tensor, float]:
-    """‖v‖ of every unit before and after every step, (steps + 1, units), and the largest relative
-    deviation from √(‖v‖² + ‖Δv‖²)."""
-    model = bench.network("weight-norm", seed).double()
-    optimizer = make(bench, model, name)
+def lengths_in_training(context: Context, name: str, steps: int, seed: int) -> tuple[Tensor, float]:
+    """‖v‖ of every unit at every step, (steps + 1, units), and the largest relative deviation from
+    √(‖v‖² + ‖Δv‖²)."""
+    model = context.network("weight-norm", seed).double()
+    optimizer = make_optimizer(context, model, name)
     rows, worst = [lengths(model)], 0.0
     before = directions(model)
 
-    def watch(_: int, model: nn.Module) -> None:
+    def after_step(_: int, model: nn.Module) -> None:
         nonlocal before, worst
         now = directions(model)
         rows.append(lengths(model))
@@ -119,60 +118,61 @@ def lengths_in_training(bench: Workbench, name: str, steps: int, seed: int) -> t
         worst = max(worst, ((rows[-1] - expected).abs() / expected).max().item())
         before = now
 
-    bench.train(model, optimizer, steps=steps, batch=50, seed=seed, watch=watch)
+    context.train(model, optimizer, steps=steps, batch=50, seed=seed, after_step=after_step)
     return torch.stack(rows), worst
 
 
 @claim(
     5, "2.1", "Noisier gradients make ‖v‖ grow faster, and so the effective step g/‖v‖ smaller",
     paper="qualitative",
-    measured="growth of ‖v‖ at one rate for three batch sizes (smaller ones are noisier), from one "
-    "network trained for a while",
+    measured="growth of ‖v‖ at one rate for three batch sizes (smaller ones are noisier), "
+    "starting from a partly trained network",
 )  # fmt: skip
-def noise_and_growth(bench: Workbench) -> Measured:
-    rows = bench.each(growth_by_noise, [(seed,) for seed in bench.seeds])
+def noise_and_growth(context: Context) -> Measured:
+    rows = context.map(growth_by_noise, [(seed,) for seed in context.seeds])
     growth = {batch: [row["growth"][i] for row in rows] for i, batch in enumerate(BATCHES)}
     shrinking = {batch: [row["shrinking"][i] for row in rows] for i, batch in enumerate(BATCHES)}
     said = ", ".join(f"batch {b}: ‖v‖ {gain(growth[b])}" for b in BATCHES)
-    step = ", ".join(f"{1 / bootstrap(shrinking[b]).mean:.3g}" for b in BATCHES)
+    step = ", ".join(f"{1 / mean_interval(shrinking[b]).value:.3g}" for b in BATCHES)
     value = f"{said}; effective step × {step}"
     line = series("weight norm", BATCHES, growth.values())
     title = "Growth of ‖v‖ against the noise of the gradient"
-    figure = Figure(title, "batch size", "‖v‖ at the end / at the start", (line,), log_x=True)
+    figure = Figure(title, "batch size", "final ‖v‖ / initial ‖v‖", (line,), log_x=True)
     numbers = {"growth": growth, "shrinking_of_the_effective_step": shrinking}
-    verdict = noise_verdict(steps_up(growth), steps_up(shrinking))
-    return Measured(value, verdict, len(bench.seeds), numbers, (figure,))
+    verdict = noise_verdict(differences(growth), differences(shrinking))
+    return Measured(value, verdict, len(context.seeds), numbers, (figure,))
 
 
-def growth_by_noise(bench: Workbench, seed: int) -> dict[str, list[float]]:
-    """By batch size, what ‖v‖ is multiplied and the effective step divided by; mean over units."""
-    steps = 100 if bench.quick else 200
-    # At first the gradient itself makes v grow; the noise shows once it has become small.
-    settled = bench.network("weight-norm", seed)
-    optimizer = make(bench, settled, "gradient descent")
-    bench.train(settled, optimizer, steps=steps, batch=BATCHES[0], seed=seed)
+def growth_by_noise(context: Context, seed: int) -> dict[str, list[float]]:
+    """By batch size, the factors by which ‖v‖ grows and the effective step shrinks; unit means."""
+    steps = 100 if context.quick else 200
+    # At first the mean gradient makes v grow; noise dominates once it has become small.
+    pretrained = context.network("weight-norm", seed)
+    optimizer = make_optimizer(context, pretrained, "gradient descent")
+    context.train(pretrained, optimizer, steps=steps, batch=BATCHES[0], seed=seed)
     found: dict[str, list[float]] = {"growth": [], "shrinking": []}
     for batch in BATCHES:
-        model = deepcopy(settled)
+        model = deepcopy(pretrained)
         start, first = lengths(model), steps_of(model)
-        optimizer = make(bench, model, "gradient descent")
-        bench.train(model, optimizer, steps=steps, batch=batch, seed=seed + 1000)
+        optimizer = make_optimizer(context, model, "gradient descent")
+        context.train(model, optimizer, steps=steps, batch=batch, seed=seed + 1000)
         found["growth"].append((lengths(model) / start).mean().item())
         found["shrinking"].append((first / steps_of(model)).mean().item())
     return found
 
 
-def steps_up(values: dict[int, list[float]]) -> list[Interval]:
-    """Seed by seed, each batch size less the next larger one."""
-    quiet_first = sorted(values, reverse=True)
+def differences(values: dict[int, list[float]]) -> list[Interval]:
+    """Difference between each batch size and the next larger one, paired by seed."""
+    batches = sorted(values, reverse=True)
     return [
-        bootstrap([b - a for a, b in zip(values[quiet], values[noisy], strict=True)])
-        for quiet, noisy in pairwise(quiet_first)
+        mean_interval([b - a for a, b in zip(values[larger], values[smaller], strict=True)])
+        for larger, smaller in pairwise(batches)
     ]
 
 
 def noise_verdict(faster: list[Interval], smaller: list[Interval]) -> Verdict:
-    """Noisier is faster at every step, and the effective step smaller; or only faster."""
+    """Holds if ‖v‖ grows faster and the effective step is smaller at each smaller batch size;
+    qualitatively if it only grows faster."""
     if any(x.low <= 0 for x in faster):
         return FAILS
     return HOLDS if all(x.low > 0 for x in smaller) else QUALITATIVELY
@@ -187,4 +187,4 @@ def steps_of(model: nn.Module) -> Tensor:
 
 
 def directions(model: nn.Module) -> list[Tensor]:
-    return [site.stored.v.detach().clone() for site in find_normalized(model)]
+    return [weight.stored.v.detach().clone() for weight in find_normalized(model)]

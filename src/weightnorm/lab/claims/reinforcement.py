@@ -17,30 +17,29 @@ from weightnorm.lab.claims.claim import (
     HOLDS,
     QUALITATIVELY,
     Figure,
-    Interval,
     Measured,
     Verdict,
-    bootstrap,
     claim,
     series,
 )
-from weightnorm.lab.claims.context import Workbench
+from weightnorm.lab.claims.context import Context
 from weightnorm.lab.experiments import dqn
 from weightnorm.lab.rl.atari import Atari
 from weightnorm.lab.rl.replay_buffer import Batch, ReplayBuffer
+from weightnorm.lab.statistics import Interval, mean_interval
 
 GAME = "space-invaders"
 BATCH, LARGE = 64, 256
 """The paper's batch, and one that makes an update four times as long."""
 RATES = (0.0001, 0.0003)
-"""The paper's choices for standard and weight norm; each way counts at its better one."""
+"""The paper's learning rates of standard and weight norm; each is evaluated at its better one."""
 EVERY = 10
-"""Updates from one look to the next."""
+"""Updates between evaluations."""
 FIGURES = {
     "changes": ("Unseen states whose greedy action changes in one update", "share of states"),
-    "residuals": ("What the values leave unexplained of their targets", "part of the variance"),
+    "residuals": ("Unexplained variance of the targets", "share of the variance"),
 }
-"""Title, and what stands at the axis; at the higher rate."""
+"""Title and y label of the figures, which show the higher learning rate."""
 
 
 @claim(
@@ -50,76 +49,81 @@ FIGURES = {
     measured=f"Q-learning from a fixed replay of random play, {GAME}: share of unseen states whose "
     "greedy action changes in one update, and the part of the targets' variance left unexplained",
 )  # fmt: skip
-def batch_norm_in_dqn(bench: Workbench) -> Measured:
-    ways = [(way, BATCH) for way in map(str, dqn.COMPARED)]
-    ways.append((str(Parameterization.BATCH_NORM), 2 * BATCH if bench.quick else LARGE))
-    parts = [(*way, rate, seed) for way in ways for rate in RATES for seed in bench.seeds]
-    found = dict(zip(parts, bench.each(learned, parts), strict=True))
+def batch_norm_in_dqn(context: Context) -> Measured:
+    settings = [(how, BATCH) for how in map(str, dqn.COMPARED)]
+    settings.append((str(Parameterization.BATCH_NORM), 2 * BATCH if context.quick else LARGE))
+    parts = [
+        (*setting, rate, seed) for setting in settings for rate in RATES for seed in context.seeds
+    ]
+    found = dict(zip(parts, context.map(q_learning, parts), strict=True))
     numbers: dict[str, Any] = {}
     more: dict[str, Interval] = {}
     for key in ("changed", "unexplained"):
         numbers[key] = {
             f"{how}, batch {batch}": better(
-                [[found[how, batch, rate, seed][key] for seed in bench.seeds] for rate in RATES]
+                [[found[how, batch, rate, seed][key] for seed in context.seeds] for rate in RATES]
             )
-            for how, batch in ways
+            for how, batch in settings
         }
         standard, weight_norm, batch_norm, large = numbers[key].values()
         worse = [max(pair) for pair in zip(standard, weight_norm, strict=True)]
         more[key] = difference(batch_norm, worse)
         more[f"{key}, than with large batches"] = difference(batch_norm, large)
-    said = [
-        f"{key}: " + ", ".join(f"{way} {bootstrap(x)}" for way, x in numbers[key].items())
+    texts = [
+        f"{key}: " + ", ".join(f"{how} {mean_interval(x)}" for how, x in numbers[key].items())
         for key in numbers
     ]
     value = (
-        f"{'; '.join(said)}. Batch norm above the worse of the others: {more['changed']} and "
+        f"{'; '.join(texts)}. Batch norm above the worse of the others: {more['changed']} and "
         f"{more['unexplained']}"
     )
-    figures = tuple(_figure(found, ways, bench.seeds, key) for key in ("changes", "residuals"))
-    mended = more["changed, than with large batches"]
-    verdict = stability_verdict(more["changed"], more["unexplained"], mended)
-    return Measured(value, verdict, len(bench.seeds), {**numbers, "more": more}, figures)
+    figures = tuple(
+        _figure(found, settings, context.seeds, key) for key in ("changes", "residuals")
+    )
+    improved = more["changed, than with large batches"]
+    verdict = stability_verdict(more["changed"], more["unexplained"], improved)
+    return Measured(value, verdict, len(context.seeds), {**numbers, "more": more}, figures)
 
 
-def stability_verdict(changed: Interval, unexplained: Interval, mended: Interval) -> Verdict:
-    """Batch norm's agent wavers more and leaves more unexplained than the worse of the other two,
-    and wavers more than with large batches; or one of the first two; or none."""
+def stability_verdict(changed: Interval, unexplained: Interval, improved: Interval) -> Verdict:
+    """Holds if batch norm's greedy actions change more often and its values leave more unexplained
+    than the worse of the other two, and large batches improve on the former; qualitatively if one
+    of the first two holds."""
     worse = [changed.low > 0, unexplained.low > 0]
-    if all(worse) and mended.low > 0:
+    if all(worse) and improved.low > 0:
         return HOLDS
     return QUALITATIVELY if any(worse) else FAILS
 
 
 def better(by_rate: list[list[float]]) -> list[float]:
-    """The seeds at the rate with the lower mean."""
+    """Values of all seeds at the learning rate with the lower mean."""
     return min(by_rate, key=fmean)
 
 
 def difference(a: list[float], b: list[float]) -> Interval:
-    """Seed by seed."""
-    return bootstrap([x - y for x, y in zip(a, b, strict=True)])
+    """Interval of the difference, paired by seed."""
+    return mean_interval([x - y for x, y in zip(a, b, strict=True)])
 
 
-def learned(
-    bench: Workbench, way: str, batch: int, rate: float, seed: int
+def q_learning(
+    context: Context, how: str, batch: int, rate: float, seed: int
 ) -> dict[str, float | list[float]]:
-    """An agent that learns from the replay: how stable it is in the second half of the updates.
+    """Learn from a fixed replay buffer; stability over the second half of the updates.
 
-    All is measured as the agent acts, with the statistics that batch norm keeps."""
-    plays, updates, width = (200, 40, 0.125) if bench.quick else (4000, 300, 0.25)
+    Evaluated in evaluation mode: batch norm uses its running statistics."""
+    transitions, updates, width = (200, 40, 0.125) if context.quick else (4000, 300, 0.25)
     torch.manual_seed(seed)
     config = replace(
         dqn.PRESETS["cpu"],
         game=GAME,
-        parameterization=Parameterization(way),
+        parameterization=Parameterization(how),
         learning_rate=rate,
         batch_size=batch,
         width=width,
     )
     with TemporaryDirectory() as folder:
-        replay = random_play(Path(folder) / "replay", plays)
-        unseen = random_play(Path(folder) / "unseen", plays // 2).sample(200)
+        replay = random_play(Path(folder) / "replay", transitions)
+        unseen = random_play(Path(folder) / "unseen", transitions // 2).sample(200)
         agent = dqn.Agent(config, Atari(GAME), torch.device("cpu"))
         agent.initialize(replay.sample(500).states)
         changes, residuals = [], []
@@ -142,7 +146,7 @@ def learned(
 
 
 def random_play(path: Path, steps: int) -> ReplayBuffer:
-    """So many transitions of a player who presses buttons at random."""
+    """Fill a replay buffer with transitions of random actions."""
     game = Atari(GAME)
     replay = ReplayBuffer(path, steps, game.shape, margin=0)
     replay.append_frame(game.reset())
@@ -155,7 +159,7 @@ def random_play(path: Path, steps: int) -> ReplayBuffer:
 
 @torch.no_grad()
 def values(agent: dqn.Agent, unseen: Batch) -> Tensor:
-    """Q of every action, as the agent sees it when it acts."""
+    """Q of every action in evaluation mode."""
     q: Tensor = agent.actor(unseen.states)
     return q
 
@@ -165,13 +169,13 @@ def unexplained(agent: dqn.Agent, unseen: Batch, q: Tensor) -> float:
     """Mean (Q − target)² over the variance of the targets."""
     next_q = agent.target(unseen.next_states)
     targets = dqn.td_targets(unseen.rewards, unseen.terminal, next_q, agent.config.discount)
-    off = q.gather(1, unseen.actions[:, None]).squeeze(1) - targets
-    return (off.square().mean() / targets.var(correction=0)).item()
+    error = q.gather(1, unseen.actions[:, None]).squeeze(1) - targets
+    return (error.square().mean() / targets.var(correction=0)).item()
 
 
-def _figure(found: dict[Any, Any], ways: list[Any], seeds: tuple[int, ...], key: str) -> Figure:
+def _figure(found: dict[Any, Any], settings: list[Any], seeds: tuple[int, ...], key: str) -> Figure:
     lines = []
-    for how, batch in ways:
+    for how, batch in settings:
         curves = [found[how, batch, RATES[1], seed][key] for seed in seeds]
         x = range(0, EVERY * len(curves[0]), EVERY)
         lines.append(series(f"{how}, batch {batch}", x, zip(*curves, strict=True)))

@@ -1,4 +1,7 @@
-"""Claims 6 and 19: the range of learning rates that work, and the log-scale of g."""
+"""Claims 6 and 19: the range of learning rates that work in short runs, and the log-scale of g.
+
+For claim 6 in longer training see `learning_rates`.
+"""
 
 from __future__ import annotations
 
@@ -15,83 +18,83 @@ from weightnorm.lab.claims.claim import (
     HOLDS,
     QUALITATIVELY,
     Figure,
-    Interval,
     Measured,
     Verdict,
     above,
-    bootstrap,
     claim,
     series,
     weakest,
 )
-from weightnorm.lab.claims.context import Workbench
+from weightnorm.lab.claims.context import Context
+from weightnorm.lab.statistics import Interval, mean_interval
 
-WAYS = ("standard", "weight-norm", "weight-norm-log", "batch-norm")
+PARAMETERIZATIONS = ("standard", "weight-norm", "weight-norm-log", "batch-norm")
 RATES = tuple(10 ** (x / 2) for x in range(-9, 2))
-"""Five decades around the best rate of each, two to a decade: 0.00003 … 3."""
+"""Five decades around the best rates, two per decade: 0.00003 … 3."""
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "momentum": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
     "Adam": lambda p, lr: torch.optim.Adam(p, lr=lr),
 }
 WITHIN = 0.1
-"""A rate works if its final loss has come at least this near to the best of its parameterization,
-as a part of the way from chance."""
+"""A learning rate works if its final loss is within this share of the way from the best loss of its
+parameterization to that of chance."""
 OTHERS = (0.05, 0.2, 0.4)
-"""What a reader may want instead; recorded, without a say in the verdict."""
+"""Recorded as well; the verdict does not depend on them."""
 MUCH_WIDER = 0.5
 """Decades."""
 
 Table = dict[str, list[list[float]]]
-"""Way → seeds → rates → a number at the end of the run."""
+"""Parameterization → seeds → learning rates → a number at the end of the run."""
 
 
 @claim(
     6, "2.1", "Weight norm, like batch norm, works well over a much wider range of learning rates "
     "than the standard parameterization",
     paper="much wider",
-    measured=f"decades of rates whose final loss comes within {100 * WITHIN:.0f} % of the way to "
-    f"the best; much wider: {MUCH_WIDER} decades more than standard",
+    measured=f"decades of rates whose final loss is within {100 * WITHIN:.0f} % of the best, as a "
+    f"share of the way to chance; much wider: {MUCH_WIDER} decades more than standard",
 )  # fmt: skip
-def learning_rates(bench: Workbench) -> Measured:
+def learning_rates(context: Context) -> Measured:
     numbers: dict[str, Any] = {"rates": RATES}
     figures, wider = [], {}
-    for name, (losses, _) in final_tables(bench).items():
-        widths = {way: [width(row) for row in losses[way]] for way in WAYS}
+    for name, (losses, _) in final_tables(context).items():
+        widths = {how: [width(row) for row in losses[how]] for how in PARAMETERIZATIONS}
         others = {
             f"{100 * within:.0f} %": {
-                way: fmean(width(row, within=within) for row in losses[way]) for way in WAYS
+                how: fmean(width(row, within=within) for row in losses[how])
+                for how in PARAMETERIZATIONS
             }
             for within in OTHERS
         }
         numbers[name] = {"losses": losses, "decades": widths, "mean decades within": others}
         figures.append(figure(name, losses))
-        for way in ("weight-norm", "batch-norm"):
-            pairs = zip(widths[way], widths["standard"], strict=True)
-            wider[f"{way}, {name}"] = bootstrap([a - b for a, b in pairs])
-    said = [
+        for how in ("weight-norm", "batch-norm"):
+            pairs = zip(widths[how], widths["standard"], strict=True)
+            wider[f"{how}, {name}"] = mean_interval([a - b for a, b in pairs])
+    texts = [
         f"{name}: "
-        + ", ".join(f"{way} {fmean(w):.2g}" for way, w in numbers[name]["decades"].items())
+        + ", ".join(f"{how} {fmean(w):.2g}" for how, w in numbers[name]["decades"].items())
         for name in OPTIMIZERS
     ]
     more = ", ".join(f"{key} {interval}" for key, interval in wider.items())
     verdict = weakest(*(above(interval, MUCH_WIDER) for interval in wider.values()))
-    value = f"{'; '.join(said)}. More than standard: {more}"
-    return Measured(value, verdict, len(bench.seeds), numbers, tuple(figures))
+    value = f"{'; '.join(texts)}. More than standard: {more}"
+    return Measured(value, verdict, len(context.seeds), numbers, tuple(figures))
 
 
 @claim(
     19, "2", "g = eˢ works no better than g itself, and is slightly slower to train",
     paper="test error not significantly different, training slightly slower",
-    measured="after equally many steps at the best rate of each, log-scale less linear: training "
-    "loss, and test error",
+    measured="difference between log-scale and linear after the same number of steps, each at its "
+    "best learning rate: training loss and test error",
 )  # fmt: skip
-def log_scale(bench: Workbench) -> Measured:
-    """From the runs of claim 6."""
+def log_scale(context: Context) -> Measured:
+    """Uses the runs of claim 6."""
     slower, worse = {}, {}
-    for name, (losses, errors) in final_tables(bench).items():
-        rates = {way: best_rate(losses[way]) for way in ("weight-norm-log", "weight-norm")}
+    for name, (losses, errors) in final_tables(context).items():
+        rates = {how: best_rate(losses[how]) for how in ("weight-norm-log", "weight-norm")}
         slower[name], worse[name] = (
-            bootstrap(
+            mean_interval(
                 [
                     log[rates["weight-norm-log"]] - linear[rates["weight-norm"]]
                     for log, linear in zip(
@@ -102,66 +105,70 @@ def log_scale(bench: Workbench) -> Measured:
             for table in (losses, errors)
         )
     value = "; ".join(
-        f"{name}: loss {slower[name]}, test error {100 * worse[name].mean:+.2g} % "
+        f"{name}: loss {slower[name]}, test error {100 * worse[name].value:+.2g} % "
         f"[{100 * worse[name].low:.2g}, {100 * worse[name].high:.2g}]"
         for name in OPTIMIZERS
     )
     verdict = log_verdict([*slower.values()], [*worse.values()])
     numbers = {"loss": slower, "test error": worse}
-    return Measured(value, verdict, len(bench.seeds), numbers)
+    return Measured(value, verdict, len(context.seeds), numbers)
 
 
 def log_verdict(slower: list[Interval], worse: list[Interval]) -> Verdict:
-    """Better anywhere, in training or in the test, refutes it; slower to train everywhere is the
-    claim; else it is no better, but no slower."""
+    """Does not hold if log-scale is better in training or test; holds if it is slower with every
+    optimizer; else qualitatively: no better, but no slower."""
     if any(x.high < 0 for x in (*slower, *worse)):
         return FAILS
     return HOLDS if all(x.low > 0 for x in slower) else QUALITATIVELY
 
 
 def best_rate(losses: list[list[float]]) -> int:
-    """Which rate has the lowest mean over seeds."""
+    """Index of the learning rate with the lowest mean over seeds."""
     means = [fmean(column) for column in zip(*losses, strict=True)]
     return means.index(min(means))
 
 
-def final_tables(bench: Workbench) -> dict[str, tuple[Table, Table]]:
-    """Optimizer → losses and test errors. Claims 6 and 19 look at the same runs."""
-    parts = [(*run, rate) for run in product(OPTIMIZERS, WAYS, bench.seeds) for rate in RATES]
-    ends = iter(bench.each(short_run, parts))
+def final_tables(context: Context) -> dict[str, tuple[Table, Table]]:
+    """Optimizer → losses and test errors; claims 6 and 19 share the runs."""
+    parts = [
+        (*run, rate)
+        for run in product(OPTIMIZERS, PARAMETERIZATIONS, context.seeds)
+        for rate in RATES
+    ]
+    ends = iter(context.map(short_run, parts))
     found: dict[str, tuple[Table, Table]] = {}
     for name in OPTIMIZERS:
-        found[name] = {way: [] for way in WAYS}, {way: [] for way in WAYS}
-        for way, _ in product(WAYS, bench.seeds):
+        found[name] = {how: [] for how in PARAMETERIZATIONS}, {how: [] for how in PARAMETERIZATIONS}
+        for how, _ in product(PARAMETERIZATIONS, context.seeds):
             row = [next(ends) for _ in RATES]
             for table, key in zip(found[name], ("loss", "error"), strict=True):
-                table[way].append([end[key] for end in row])
+                table[how].append([end[key] for end in row])
     return found
 
 
 def short_run(
-    bench: Workbench, optimizer: str, way: str, seed: int, rate: float
+    context: Context, optimizer: str, how: str, seed: int, rate: float
 ) -> dict[str, float]:
-    """Where a network stands after so many steps at this rate."""
-    steps, batch = (40, 64) if bench.quick else (200, 50)
-    model = bench.network(way, seed)
-    losses = bench.train(
+    """Train for 200 steps; final training loss and test error."""
+    steps, batch = (40, 64) if context.quick else (200, 50)
+    model = context.network(how, seed)
+    losses = context.train(
         model,
         OPTIMIZERS[optimizer](model.parameters(), rate),
         steps=steps,
         batch=batch,
         seed=seed,
-        may_break=True,
+        may_diverge=True,
     )
-    broke = len(losses) < steps
+    diverged = len(losses) < steps
     return {
-        "loss": at_the_end(losses, steps),
-        "error": 0.9 if broke else bench.test_error(model),
+        "loss": final_loss(losses, steps),
+        "error": 0.9 if diverged else context.test_error(model),
     }
 
 
-def at_the_end(losses: list[float], steps: int) -> float:
-    """Mean loss over the last fifth; a run that broke off or rose above chance counts as chance."""
+def final_loss(losses: list[float], steps: int) -> float:
+    """Mean loss of the last fifth of the steps, at most that of chance, also after divergence."""
     chance = math.log(10)
     if len(losses) < steps:
         return chance
@@ -171,7 +178,7 @@ def at_the_end(losses: list[float], steps: int) -> float:
 
 
 def width(losses: list[float], *, within: float = WITHIN) -> float:
-    """Decades that the working rates span: each stands for the gap to its neighbours.
+    """Decades of learning rates that work: their number times the gap between neighbours.
 
     >>> round(width([2.3, 2.3, 0.1, 0.12, 0.2, *[2.3] * 6]), 6)
     1.5
@@ -183,9 +190,9 @@ def width(losses: list[float], *, within: float = WITHIN) -> float:
 
 
 def figure(name: str, losses: Table) -> Figure:
-    spoken = {"weight-norm-log": "log-scale weight norm"}
+    names = {"weight-norm-log": "log-scale weight norm"}
     lines = [
-        series(spoken.get(way, way), RATES, zip(*rows, strict=True)) for way, rows in losses.items()
+        series(names.get(how, how), RATES, zip(*rows, strict=True)) for how, rows in losses.items()
     ]
     title = f"Final training loss against the learning rate, {name}"
     return Figure(title, "learning rate", "training loss", tuple(lines), log_x=True)

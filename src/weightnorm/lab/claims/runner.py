@@ -1,4 +1,4 @@
-"""All claims, one after the other: kept as they come, so that the same command goes on."""
+"""Measures the claims one after the other and records each; the same command resumes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from weightnorm.lab.claims import (
     covariance,
     from_records,
     initialization,
+    learning_rates,
     noise,
     norm_growth,
     reinforcement,
     robustness,
 )
-from weightnorm.lab.claims.claim import CLAIMS
-from weightnorm.lab.claims.context import Workbench
-from weightnorm.lab.claims.pool import Crew
-from weightnorm.lab.claims.progress import Shown
+from weightnorm.lab.claims.claim import CLAIMS, LONG_CLAIMS, Claim
+from weightnorm.lab.claims.context import Context
+from weightnorm.lab.claims.parts import PartRunner
 from weightnorm.lab.errors import ConfigError, Interrupted, RunError, require
 from weightnorm.lab.malloc import keep_freed_memory
 from weightnorm.lab.runs.environment import environment
+from weightnorm.lab.runs.progress import ProgressBars
 from weightnorm.lab.runs.records import Row, append_row, load_record, read_rows, write_json
 
-SEEDS, QUICK_SEEDS = (1, 2, 3, 4, 5), (1, 2, 3)
+SEEDS = {"quick": (1, 2, 3), "full": (1, 2, 3, 4, 5), "long": (1, 2, 3), "long-quick": (1, 2)}
+DATA = {"quick": "digits", "full": "cifar10", "long": "mnist", "long-quick": "digits"}
 FROM_RECORDS = (18, 20)
-"""Read anew each time: the records may have grown."""
+"""Measured again each time, because the experiments' records may have changed."""
 
 MODULES = (
     algebra,
@@ -43,6 +45,7 @@ MODULES = (
     covariance,
     from_records,
     initialization,
+    learning_rates,
     noise,
     norm_growth,
     reinforcement,
@@ -52,75 +55,100 @@ MODULES = (
 
 
 def measure(
-    bench: Workbench,
+    context: Context,
     only: Sequence[int] = (),
     console: Console | None = None,
     workers: int | None = None,
 ) -> Path:
-    """Measure what is not measured yet; the record's folder."""
-    bench = replace(bench, seeds=bench.seeds or (QUICK_SEEDS if bench.quick else SEEDS))
-    workers = workers or (1 if bench.quick else os.cpu_count() or 1)
-    folder = bench.runs / "claims" / ("quick" if bench.quick else "full")
-    if unknown := [number for number in only if number not in CLAIMS]:
-        there = ", ".join(map(str, sorted(CLAIMS)))
-        raise ConfigError(f"there is no claim {unknown[0]}; there are {there}")
-    require(len(set(bench.seeds)) > 1, "seeds", bench.seeds, "two or more, for an interval")
-    open_record(folder, bench)
-    done = newest(folder)
-    wanted = sorted(set(only or CLAIMS))
-    left = [n for n in wanted if n not in done or n in FROM_RECORDS]
+    """Measure the claims that are not in the record yet and return its folder."""
+    claims = LONG_CLAIMS if context.long else CLAIMS
+    context = replace(context, seeds=context.seeds or SEEDS[context.preset])
+    workers = workers or (1 if context.quick else os.cpu_count() or 1)
+    folder = context.runs / "claims" / context.preset
+    if unknown := [number for number in only if number not in claims]:
+        numbers = ", ".join(map(str, sorted(claims)))
+        raise ConfigError(f"there is no claim {unknown[0]}; expected one of {numbers}")
+    require(len(set(context.seeds)) > 1, "seeds", context.seeds, "two or more, for an interval")
+    open_record(folder, context)
+    recorded = latest_rows(folder)
+    missing = [n for n in sorted(set(only or claims)) if n not in recorded or n in FROM_RECORDS]
     keep_freed_memory()
-    shown = Shown(console or Console(stderr=True), len(left))
-    crew = Crew(workers, folder / "parts.jsonl", shown.part)
-    bench = replace(bench, crew=crew)
+    if context.long:
+        torch.set_num_threads(1)  # as in the workers: results do not depend on their number
+    progress = ProgressBars(console or Console(stderr=True))
     failed: list[str] = []
     try:
-        for number in left:
-            shown.begin(CLAIMS[number])
+        bar = progress.add("claims", len(missing))
+        for index, number in enumerate(missing):
+            progress.update(bar, index)
+            progress.print(
+                f"claim {number} ({index + 1} of {len(missing)}): {claims[number].statement}"
+            )
             try:
-                found = CLAIMS[number].measure(bench)
+                row = _measure_one(claims[number], context, workers, folder, progress)
             except RunError as error:  # the others can still be measured
                 failed.append(f"claim {number}: {error}")
                 continue
-            append_row(folder / "metrics.jsonl", CLAIMS[number].row(found))
-            shown.end(found)
+            append_row(folder / "metrics.jsonl", row)
+            progress.print(f"  {row['verdict']}: {row['value']}")
     except KeyboardInterrupt:
         raise Interrupted(folder) from None
     finally:
-        shown.close()
-        crew.close()
+        progress.close()
     if failed:
         raise RunError(f"{'; '.join(failed)}. The others are in {folder}")
-    rows = newest(folder)
-    if set(rows) >= set(CLAIMS):
+    rows = latest_rows(folder)
+    if set(rows) >= set(claims):
         write_json(folder / "result.json", Counter(row["verdict"] for row in rows.values()))
     return folder
 
 
-def open_record(folder: Path, bench: Workbench) -> None:
+def _measure_one(
+    claim: Claim, context: Context, workers: int, folder: Path, progress: ProgressBars
+) -> Row:
+    """Measure a claim with a progress bar for its parts."""
+    bar = progress.add("parts", None)
+
+    def on_progress(done: int, total: int) -> None:
+        progress.update(bar, done, total=total)
+        progress.status(lambda: f"  {done} of {total} parts")
+
+    parts = PartRunner(workers, folder / "parts.jsonl", on_progress)
+    try:
+        return claim.row(claim.measure(replace(context, parts=parts)))
+    finally:
+        parts.close()
+        progress.remove(bar)
+
+
+def open_record(folder: Path, context: Context) -> None:
+    """Create the record, or check that an existing one has the same settings."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"seeds": list(bench.seeds), "data": "digits" if bench.quick else "cifar10"}
+    config = {"seeds": list(context.seeds), "data": DATA[context.preset]}
     head = {"experiment": "claims", "preset": folder.name, "config": config}
     if (folder / "config.json").exists():
         before = load_record(folder).config
         if before != config:
-            raise ConfigError(f"{folder} was measured with other settings ({before}); delete it")
+            raise ConfigError(
+                f"{folder} was measured with other settings: got {config}, recorded {before}; "
+                "delete it or choose another --runs"
+            )
     else:
         write_json(folder / "config.json", head)
     append_row(folder / "sessions.jsonl", environment(torch.device("cpu"), 1))
 
 
-def newest(folder: Path) -> dict[int, Row]:
-    """Each claim's newest row, in order."""
+def latest_rows(folder: Path) -> dict[int, Row]:
+    """The latest row of each claim, by number."""
     rows = {row["number"]: row for row in read_rows(folder / "metrics.jsonl")}
     return dict(sorted(rows.items()))
 
 
 def table(folder: Path) -> Table:
-    """The record, for a terminal."""
-    shown = Table("claim", "section", "value", "the paper says", "n", "verdict", show_lines=True)
-    for row in newest(folder).values():
-        name = f"{row['number']}. {row['statement']}"
-        words = (name, *(str(row[key]) for key in ("section", "value", "paper", "n", "verdict")))
-        shown.add_row(*map(escape, words))
-    return shown
+    """The record as a table for a terminal of 80 columns."""
+    found = Table("claim", "n", "verdict", show_lines=True)
+    for row in latest_rows(folder).values():
+        text = f"{row['number']}. {row['statement']} (section {row['section']})"
+        text += f"\n→ {row['value']}; paper: {row['paper']}"
+        found.add_row(escape(text), str(row["n"]), row["verdict"])
+    return found

@@ -5,65 +5,27 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from statistics import median
+from collections.abc import Iterator
 
-from weightnorm.lab.reports.document import Bar, BarChart, BarGroup, Section, Table, slug
-from weightnorm.lab.reports.markdown import markdown_table
+from weightnorm.lab.reports.document import Bar, BarChart, BarGroup, Section, Table
 from weightnorm.lab.reports.style import STYLES, Style
 from weightnorm.lab.runs.records import Row, RunRecord
 
-OTHERS = Style("", "#7a7f87", "x")
-COLORS = (
-    ("mean-only", "weight-norm-mean-only"),
-    ("torch", "mean-only-batch-norm"),
-    ("batch norm", "batch-norm"),
-    ("weight norm", "weight-norm"),
-    ("ours", "weight-norm"),
-    ("form", "weight-norm"),
-    ("initialization", "weight-norm"),
-    ("lab", "weight-norm"),
-    ("standard", "standard"),
-)
-"""Part of an implementation's name → the parameterization whose color it has; first match."""
-SUMMARY = {
-    "step": "ConvPool-CNN-C",
-    "vocoder": "60 conv1d layers, {short}",
-    "recurrent": "{short}",
-    "acting": "agent acting, {short}",
-    "optimizer": "optimizer form, {short}",
-    "memory": "ConvPool-CNN-C, peak memory",
-    "mean-only": "mean-only BN, {case}",
-    "draw": "DRAW, {short}",
-    "dqn": "DQN",
-    "vae": "VAE, {short}",
+COLUMNS = {
+    "ours": "ours",
+    "torch parametrization": "torch_parametrization",
+    "torch hook": "torch_hook",
+    "batch norm": "batch_norm",
 }
-"""Benchmarks in the summary: their short titles. {short} is the case up to its first comma."""
+"""Column of the summary → field of a case's summary that names the implementation."""
+SMALL = 0.1
 NO_BREAK = "\N{NO-BREAK SPACE}"
 MARKS = {"met": "✓", "within noise": "~", "missed": "✗"}
-COLUMNS = {
-    "ours": (
-        "weight norm, batched",
-        "weight norm, together",
-        "weight norm, folded",
-        "optimizer form",
-        "weight norm",
-        "mean-only",
-    ),
-    "torch parametrization": (
-        "torch, parametrization",
-        "weight norm, torch's",
-        "layer by layer, torch, parametrization",
-    ),
-    "torch hook": ("torch, hook",),
-    "batch norm": ("batch norm",),
-}
-"""Column of the summary → names of the implementation; the first that a case has."""
 LIMITS = {
     "matrix": "measured throughput of matrix products",
     "convolution": "measured throughput of convolutions",
     "memory": "measured memory bandwidth",
-    "a copy of the weight": "speed of copying the weight",
+    "copy of the weight": "speed of copying the weight",
 }
 COLUMN_STYLES = {
     "ours": STYLES["weight-norm"],
@@ -71,17 +33,16 @@ COLUMN_STYLES = {
     "torch hook": Style("", "#7a7f87", "s"),
     "batch norm": STYLES["batch-norm"],
 }
-RENAMED = {"weight norm, together": "weight norm, batched_weights", "look": "monitor"}
-"""Names in older records → today's."""
 
 
 def section(records: list[RunRecord]) -> Section:
     """Describe the benchmarks, one part for each record."""
     parts = tuple(part(record) for record in records if record.result)
     intro = (
-        "Implementations of the same work, timed in alternation within one process: ratios of "
-        "medians, with 95 % bootstrap intervals. A goal is met if the whole interval is within it, "
-        "missed if none of it is."
+        "Implementations of the same work, timed in alternation: interquartile means of the ratios "
+        "within a round, with 95 % bootstrap intervals. A goal is met if the whole interval is "
+        "within it, missed if none of it is. Noise: an implementation that does at least the work "
+        "of the reference measured faster than it."
     )
     return Section("Cost", intro, parts)
 
@@ -100,21 +61,31 @@ def about(found: Row) -> str:
     """Describe the machine and its measured limits in two sentences."""
     where, limits = found["environment"], found["limits"]
     return (
-        f"{where['machine']}, {where['device']}, {where['threads']} threads, torch "
-        f"{where['torch']}, {found['setting']['rounds']} rounds. Copies: "
+        f"{where['machine']}{instructions(where)}, {where['device']}, {where['threads']} threads, "
+        f"torch {where['torch']}, at least {found['settings']['rounds']} rounds. Copies: "
         f"{limits['memory'] / 1e9:.3g} GB/s (read and written); matrix products: "
         f"{limits['matrix'] / 1e9:.3g} GFLOP/s; convolutions: "
         f"{limits['convolution'] / 1e9:.3g} GFLOP/s."
     )
 
 
+def instructions(environment: Row) -> str:
+    """Name the vector instructions that torch uses; empty in records that do not have them."""
+    cpu = environment.get("cpu", {})
+    bfloat16 = ", bfloat16" if "avx512_bf16" in cpu.get("instruction_sets", ()) else ""
+    return f" ({cpu['torch_uses']}{bfloat16})" if "torch_uses" in cpu else ""
+
+
 def findings(found: Row) -> tuple[str, ...]:
     """Summarize the cost of a training step, and how many goals are met."""
     sentences = []
-    for row in found["rows"]:
-        if row["name"] == "step" and (ratios := row["cases"][0]["ratios"]).get("weight norm"):
-            values = [f"{name} {interval(value)}" for name, value in ratios.items()]
-            sentences.append(f"{row['title']}, relative to plain weights: {', '.join(values)}.")
+    for benchmark in found["benchmarks"]:
+        if benchmark["name"] == "step":
+            case = benchmark["cases"][0]
+            names = (name for name in case["results"] if name != case["base"])
+            values = [f"{name} {relative(case, name)}" for name in names]
+            title = f"{benchmark['title']}, relative to plain weights"
+            sentences.append(f"{title}: {', '.join(values)}.")
     counts = Counter(goal["verdict"] for _, _, goal in _goals(found))
     tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
     return (*sentences, f"{sum(counts.values())} goals for cost: {tally}.") if counts else ()
@@ -126,134 +97,113 @@ def findings(found: Row) -> tuple[str, ...]:
 def summary(found: Row) -> Table:
     """Tabulate cost relative to the plain network: ours, torch's two, batch norm, and the goal."""
     rows = []
-    for row in found["rows"]:
-        for case in row["cases"] if row["name"] in SUMMARY else ():
-            cells = []
-            for names in COLUMNS.values():
-                name = next((name for name in names if name in case["ratios"]), "")
-                cells.append(interval(_to_plain(case, name)) if name else "—")
-            goal = next(iter(_own_goals(case)), None)
-            title = short_work(row, case).replace(" ", NO_BREAK)
-            rows.append((title, *cells, short_goal(goal) if goal else "—"))
+    for case, line in _summary_lines(found):
+        cells = [relative(case, line[field]) if line[field] else "—" for field in COLUMNS.values()]
+        goal = case["goals"][line["goal"]]
+        rows.append((line["work"].replace(" ", NO_BREAK), *cells, short_goal(goal)))
     head = ("work", *COLUMNS, "goal")
     notes = (
         "Time of a training step, unless something else is named, relative to plain weights; for "
-        "mean-only batch norm (BN) relative to the convolution alone. With 95 % intervals; lower "
-        "is better. Goal for ours: ✓ met, ~ within noise, ✗ missed.",
+        "mean-only batch norm (BN) after a convolution relative to the convolution alone. With "
+        "95 % intervals; lower is better. Goal for ours: ✓ met, ~ within noise, ✗ missed.",
     )
     return Table("Summary", head, tuple(rows), notes, numeric=False)
 
 
-def _own_goals(case: Row) -> list[Row]:
-    """The goals of the implementation that is shown as ours, first those relative to plain."""
-    ours = [name for name in COLUMNS["ours"] if name in case["ratios"]][:1]
-    found = [goal for goal in case["goals"] if any(name in goal["says"] for name in ours)]
-    return sorted(found, key=lambda goal: "that of" in goal["says"])
-
-
-def _to_plain(case: Row, name: str) -> list[float | None]:
-    """The ratio of an implementation to plain weights.
-
-    Where that is not the base of the case, a goal has it: ``weight norm ≤ 1.03 × standard``.
-    """
-    for goal in case["goals"]:
-        if goal["says"].startswith(f"{name} ≤") and goal["says"].endswith("× standard"):
-            value: list[float | None] = goal["value"]
-            return value
-    ratio: list[float | None] = case["ratios"][name]
-    return ratio
+def _summary_lines(found: Row) -> Iterator[tuple[Row, Row]]:
+    """Yield each line of the summary with its case."""
+    for benchmark in found["benchmarks"]:
+        for case in benchmark["cases"]:
+            for line in case["summary"]:
+                yield case, line
 
 
 def short_goal(goal: Row) -> str:
     """Shorten a goal and its verdict for the summary.
 
-    >>> short_goal({"says": "weight norm ≤ 1.01 × plain", "verdict": "met"})
+    >>> short_goal({"goal": "weight norm ≤ 1.01 × plain", "verdict": "met"})
     '≤\xa01.01\xa0✓'
-    >>> short_goal({"says": "extra cost of a ≤ 0.5 × that of batch norm", "verdict": "missed"})
+    >>> short_goal({"goal": "extra cost of a ≤ 0.5 × that of batch norm", "verdict": "missed"})
     "extra\xa0≤\xa00.5\xa0×\xa0BN's\xa0✗"
     """
-    extra = "extra " if goal["says"].startswith("extra cost") else ""
-    text = f"{extra}≤{goal['says'].partition('≤')[2]}"
-    text = re.sub(r" × (plain|standard)$", "", text).replace("that of batch norm", "BN's")
+    extra = "extra " if goal["goal"].startswith("extra cost") else ""
+    text = f"{extra}≤{goal['goal'].partition('≤')[2]}"
+    text = re.sub(r" × (plain|standard|forward pass)$", "", text)
+    text = text.replace("that of batch norm", "BN's")
     return f"{text} {MARKS[goal['verdict']]}".replace(" ", NO_BREAK)
 
 
 def goals(found: Row) -> Table:
     """Tabulate every goal, its measured value and the verdict."""
     rows = tuple(
-        (work(row, case), renamed(goal["says"]), interval(goal["value"], 3), goal["verdict"])
-        for row, case, goal in _goals(found)
+        (work(benchmark, case), goal["goal"], interval(goal, 3), goal["verdict"])
+        for benchmark, case, goal in _goals(found)
     )
     return Table("Goals", ("work", "goal", "measured", ""), rows, numeric=False)
 
 
 def details(found: Row) -> Iterator[Table]:
     """Tabulate every implementation of every case, one table for each benchmark."""
-    for row in found["rows"]:
+    for benchmark in found["benchmarks"]:
         rows = []
-        for case in row["cases"]:
-            for index, name in enumerate(case["samples"]):
-                relative = interval(case["ratios"][name], 3) if name in case["ratios"] else "1"
-                rows.append(
-                    ("" if index else case["case"], renamed(name), amount(case, name), relative)
-                )
+        for case in benchmark["cases"]:
+            for index, name in enumerate(case["results"]):
+                label = "" if index else case["case"]
+                rows.append((label, name, amount(case, name), relative(case, name, 3)))
         head = ("case", "implementation", "median", "relative")
-        notes = [f"{case['case']}: {text}." for case in row["cases"] if (text := share(case))]
-        yield Table(renamed(row["title"]), head, tuple(rows), tuple(notes), numeric=False)
+        notes = [f"{case['case']}: {text}." for case in benchmark["cases"] if (text := share(case))]
+        yield Table(benchmark["title"], head, tuple(rows), tuple(notes), numeric=False)
 
 
 def _goals(found: Row) -> Iterator[tuple[Row, Row, Row]]:
-    for row in found["rows"]:
-        for case in row["cases"]:
+    for benchmark in found["benchmarks"]:
+        for case in benchmark["cases"]:
             for goal in case["goals"]:
-                yield row, case, goal
+                yield benchmark, case, goal
 
 
 # — cells —
 
 
-def work(row: Row, case: Row) -> str:
-    return renamed(f"{row['title']}: {case['case']}")
-
-
-def short_work(row: Row, case: Row) -> str:
-    short = case["case"].partition(",")[0].replace("small ", "")
-    return renamed(SUMMARY[row["name"]].format(case=case["case"], short=short))
-
-
-def renamed(text: str) -> str:
-    """Replace names in older records by today's."""
-    for old, new in RENAMED.items():
-        text = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new, text)
-    return text
+def work(benchmark: Row, case: Row) -> str:
+    return f"{benchmark['title']}: {case['case']}"
 
 
 def amount(case: Row, name: str) -> str:
     """Return the median of an implementation, with examples per second where recorded."""
-    value = median(case["samples"][name])
+    value = case["results"][name]["median"]
     if case["unit"] == "B":
         return f"{value / 2**20:,.1f} MB"
+    if case["unit"] != "s":
+        return f"{value:,.0f} {case['unit']}"
     rate = f" ({case['examples'] / value:,.0f}/s)" if case["examples"] else ""
     time = f"{1000 * value:,.0f}" if value >= 1 else f"{1000 * value:.3g}"
     return f"{time} ms{rate}"
 
 
-def interval(value: list[float | None], digits: int = 2) -> str:
-    """Return a ratio with its interval.
+def relative(case: Row, name: str, digits: int = 2) -> str:
+    """Return the ratio of an implementation to the base with its interval."""
+    if name == case["base"]:
+        return "1"
+    result = case["results"][name]
+    return "noise" if result["noise"] else interval(result, digits)
 
-    >>> interval([1.004, 0.97, None])
+
+def interval(value: Row, digits: int = 2) -> str:
+    """Return a value with its interval; a small one, such as a share of a step, with more digits.
+
+    >>> interval({"value": 1.004, "low": 0.97, "high": None})
     '1.00\xa0[0.97,\xa0∞]'
+    >>> interval({"value": 0.0061, "low": 0.006, "high": 0.0063})
+    '0.0061\xa0[0.0060,\xa00.0063]'
     """
-    middle, low, high = ("∞" if x in (None, math.inf) else f"{x:.{digits}f}" for x in value)
+    numbers = (value["value"], value["low"], value["high"])
+    if all(x is not None and abs(x) < SMALL for x in numbers):
+        digits += 2
+    middle, low, high = ("∞" if x in (None, math.inf) else f"{x:.{digits}f}" for x in numbers)
+    if low == middle == high:
+        return middle
     return f"{middle} [{low}, {high}]".replace(" ", NO_BREAK)
-
-
-def ratio(value: list[float | None]) -> str:
-    return interval(value, digits=3)
-
-
-def judged(goal: Row) -> tuple[str, str, str]:
-    return goal["says"], ratio(goal["value"]), goal["verdict"]
 
 
 def share(case: Row) -> str:
@@ -262,12 +212,7 @@ def share(case: Row) -> str:
     if not found:
         return ""
     limit = LIMITS.get(found["limit"], found["limit"])
-    return f"{renamed(found['peer'])} reaches {100 * found['value']:.0f} % of the {limit}"
-
-
-def markdown(found: Row) -> str:
-    """Render the summary for a document."""
-    return f"{about(found)}\n\n{markdown_table(summary(found))}"
+    return f"{found['peer']} reaches {100 * found['value']:.0f} % of the {limit}"
 
 
 # — charts —
@@ -276,45 +221,22 @@ def markdown(found: Row) -> str:
 def overview_chart(found: Row) -> BarChart:
     """Chart the summary as dots: ours, torch's and batch norm, relative to plain weights."""
     groups = []
-    for row in found["rows"]:
-        for case in row["cases"] if row["name"] in SUMMARY else ():
-            bars = []
-            for column, names in COLUMNS.items():
-                name = next((name for name in names if name in case["ratios"]), "")
-                value = _to_plain(case, name) if name else [None]
-                if None not in value:
-                    bars.append(Bar(column, COLUMN_STYLES[column], *value))
-            groups.append(BarGroup(short_work(row, case), tuple(bars)))
+    for case, line in _summary_lines(found):
+        if case["results"][line["ours"]]["value"] < SMALL:  # a share, not a ratio
+            continue
+        names = {column: line[field] for column, field in COLUMNS.items() if line[field]}
+        bars = (_bar(case, name, column) for column, name in names.items())
+        groups.append(BarGroup(line["work"], tuple(x for x in bars if x is not None)))
     caption = "Dashed: plain weights (for mean-only batch norm, BN: the convolution alone). "
     caption += "Line through a dot: 95 % interval."
     x, title = "relative to plain weights", "Cost relative to plain weights"
     return BarChart("bench-summary", title, caption, x, tuple(groups), dots=True)
 
 
-def charts(found: Row) -> Iterator[BarChart]:
-    """Chart every benchmark: each implementation relative to the base of its case."""
-    for row in found["rows"]:
-        goals = [goal for case in row["cases"] for goal in case["goals"]]
-        text = "; ".join(f"{renamed(goal['says'])}: {goal['verdict']}" for goal in goals)
-        yield BarChart(
-            slug(f"bench {row['name']}"),
-            renamed(row["title"]),
-            f"Dashed: the base. {text}." if text else "Dashed: the base.",
-            "relative to the base",
-            tuple(groups(row["cases"])),
-        )
-
-
-def groups(cases: Iterable[Row]) -> Iterator[BarGroup]:
-    for case in cases:
-        bars = [
-            Bar(renamed(name), color(name), *value)
-            for name, value in case["ratios"].items()
-            if None not in value
-        ]
-        base = f"{case['base']}, {amount(case, case['base'])}"
-        yield BarGroup(renamed(f"{case['case']} (base: {base})"), tuple(bars))
-
-
-def color(name: str) -> Style:
-    return next((STYLES[kind] for word, kind in COLORS if word in name), OTHERS)
+def _bar(case: Row, name: str, column: str) -> Bar | None:
+    """Return the bar of an implementation; None if its ratio is noise or not finite."""
+    result = case["results"][name]
+    values = (result["value"], result["low"], result["high"])
+    if result["noise"] or None in values:
+        return None
+    return Bar(column, COLUMN_STYLES[column], *values)

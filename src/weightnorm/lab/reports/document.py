@@ -55,6 +55,22 @@ class Plot:
         return f"{self.title}: {self.y} against {self.x}. {'; '.join(ends)}."
 
 
+@dataclass(frozen=True)
+class PlotPanels:
+    """Plots of the same lines side by side, with a common y axis and legend."""
+
+    name: str
+    """File name without extension."""
+    title: str
+    caption: str
+    plots: tuple[Plot, ...]
+
+    @property
+    def alt(self) -> str:
+        """Text alternative: those of the panels."""
+        return f"{self.title}. {' '.join(plot.alt for plot in self.plots)}"
+
+
 @dataclass(frozen=True, eq=False)
 class Picture:
     """An image, or an animation if there are several frames."""
@@ -114,7 +130,7 @@ class BarChart:
         return f"{self.title}: {self.x}. {'; '.join(texts)}."
 
 
-FigureSpec = Plot | BarChart | Picture
+FigureSpec = Plot | PlotPanels | BarChart | Picture
 """Description of a figure; figures.py renders it to files."""
 
 

@@ -23,12 +23,20 @@ from matplotlib.ticker import (
 from PIL import Image
 
 from weightnorm.lab.reports.bar_chart import bar_figure, dot_figure
-from weightnorm.lab.reports.document import BarChart, FigureSpec, Line, Picture, Plot
+from weightnorm.lab.reports.document import (
+    BarChart,
+    FigureSpec,
+    Line,
+    Picture,
+    Plot,
+    PlotPanels,
+)
 from weightnorm.lab.reports.style import INK
 
 PAPER = "#ffffff"
 WIDTH, HEIGHT, LEGEND_ROW = 5.0, 3.5, 0.21
 """Inches; narrow enough that text stays readable on a phone."""
+PANEL_WIDTH = 4.0
 LEGEND_WIDTH = 57
 """Characters."""
 PICTURE_WIDTH = 640
@@ -79,7 +87,7 @@ def render_figures(figures: Iterable[FigureSpec]) -> dict[FigureSpec, RenderedFi
     return drawings
 
 
-def plot_files(plot: Plot | BarChart, name: str) -> dict[str, bytes]:
+def plot_files(plot: Plot | PlotPanels | BarChart, name: str) -> dict[str, bytes]:
     """Render a plot as SVG and PNG, independent of the user's matplotlib style.
 
     Ids in the SVG are derived from the name.
@@ -88,7 +96,7 @@ def plot_files(plot: Plot | BarChart, name: str) -> dict[str, bytes]:
         if isinstance(plot, BarChart):
             drawing = dot_figure(plot) if plot.dots else bar_figure(plot)
         else:
-            drawing = plot_figure(plot)
+            drawing = plot_figure(plot) if isinstance(plot, Plot) else panel_figure(plot)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         return {
             "svg": _saved(drawing, "svg", nothing),
@@ -122,6 +130,20 @@ def plot_figure(plot: Plot) -> Figure:
     handles = [_draw_line(axes, line) for line in plot.lines]
     _scale(axes, plot)
     drawing.legend(handles, names, loc="outside lower left", handlelength=3)
+    return drawing
+
+
+def panel_figure(panels: PlotPanels) -> Figure:
+    """Draw plots side by side, with the legend of the first below them."""
+    drawing = Figure(figsize=(PANEL_WIDTH * len(panels.plots), HEIGHT), layout="constrained")
+    grid = drawing.subplots(1, len(panels.plots), sharey=True, squeeze=False)
+    for axes, plot in zip(grid[0], panels.plots, strict=True):
+        axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y if axes is grid[0][0] else "")
+        handles = [_draw_line(axes, line) for line in plot.lines]
+    for axes, plot in zip(grid[0], panels.plots, strict=True):
+        _scale(axes, plot)
+    names = [line.name for line in panels.plots[0].lines]
+    drawing.legend(handles, names, loc="outside lower center", ncols=len(names), handlelength=3)
     return drawing
 
 

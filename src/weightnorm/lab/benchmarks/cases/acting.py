@@ -1,4 +1,4 @@
-"""Row 4: an agent's forward pass, one observation at a time."""
+"""Forward pass of a Q-network on one observation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from weightnorm import folded
-from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting, Work
+from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings, Summary, Work
 from weightnorm.lab.benchmarks.goals import AtMost
-from weightnorm.lab.benchmarks.interleaved import Call
-from weightnorm.lab.benchmarks.peers import OURS, PLAIN, flavours
+from weightnorm.lab.benchmarks.peers import HOOK, OURS, PARAMETRIZATION, PLAIN, peer_models
+from weightnorm.lab.interleaved import Call
 
 FOLDED = "weight norm, folded"
 
@@ -33,12 +33,12 @@ def nature_network() -> nn.Sequential:
 
 
 WEIGHTS = 4 * (4 * 32 * 64 + 32 * 64 * 16 + 64 * 64 * 9 + 64 * 49 * 512 + 512 * 18)
-"""Bytes, all of which are read."""
+"""Bytes of the weights, all of which are read."""
 
 
-def cases(setting: Setting) -> Iterator[Case]:
-    x = torch.rand(1, 4, 84, 84, device=setting.device)
-    models = flavours(nature_network, setting.device)
+def cases(settings: Settings) -> Iterator[Case]:
+    x = torch.rand(1, 4, 84, 84, device=settings.device)
+    models = peer_models(nature_network, settings.device)
 
     def act(model: nn.Module) -> Call:
         def run() -> None:
@@ -55,7 +55,11 @@ def cases(setting: Setting) -> Iterator[Case]:
             base=PLAIN,
             goals=(AtMost(FOLDED, 1.0, PLAIN),),
             work=Work(WEIGHTS, "memory", FOLDED),
+            summary=(
+                Summary("agent acting, folded", FOLDED, PARAMETRIZATION, HOOK),
+            ),
+            at_least_base=(FOLDED, PARAMETRIZATION, HOOK),
         )
 
 
-ROW = Row("acting", "An agent acts, Nature network", cases)
+BENCHMARK = Benchmark("acting", "Forward pass of the DQN network on one observation", cases)

@@ -1,11 +1,10 @@
-"""Row 11: how many steps an agent takes in a second.
+"""Training steps per second of DQN agents.
 
-Agents of one size take turns at the same game with the paper's settings: four steps, then an update
-on 64 transitions. The lab's own, standard and weight-normalized; the same with torch's
-parametrization, which computes every weight anew for each action and each target; and, where it is
-installed (the extra `bench`), the DQN of Stable-Baselines3: as it comes, and with our environment
-and memory that is kept when freed, which leaves the agents alone to be compared. Each has a process
-of its own.
+Agents of one size play the same game with the paper's settings: four steps, then an update on 64
+transitions. The lab's agent, standard and weight-normalized; with torch's parametrization, which
+recomputes every weight for each action and each target; and the DQN of Stable-Baselines3, if it is
+installed (extra `bench`): as it is, and with the lab's environment and memory allocation, which
+leaves only the agents to be compared. Each runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from weightnorm import Parameterization
-from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting
+from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings, Summary
 from weightnorm.lab.benchmarks.goals import AtMost
-from weightnorm.lab.benchmarks.interleaved import Step, apart
-from weightnorm.lab.benchmarks.peers import OURS
+from weightnorm.lab.benchmarks.peers import OURS, PARAMETRIZATION
+from weightnorm.lab.benchmarks.processes import Step, in_processes
 from weightnorm.lab.experiments import dqn
 from weightnorm.lab.experiments.dqn import Agent, Config, train_step
 from weightnorm.lab.malloc import keep_freed_memory
@@ -38,14 +37,14 @@ from weightnorm.lab.rl.episodes import InitialBaseline, Player
 from weightnorm.lab.rl.replay_buffer import ReplayBuffer
 
 STANDARD = "standard"
-TORCHS = "weight norm, torch's"
+TORCH = PARAMETRIZATION
 PEER = "Stable-Baselines3"
-PEER_ON_OURS = "Stable-Baselines3, our environment and memory"
+PEER_ON_OURS = "Stable-Baselines3 in our environment"
 NEEDED = {PEER_ON_OURS: ("stable_baselines3",), PEER: ("stable_baselines3", "cv2")}
 
 
-class TorchsAgent(Agent):
-    """Weight norm as torch has it, in the network that learns, acts, and says what to aim at."""
+class TorchAgent(Agent):
+    """Agent whose online, acting and target networks use torch's parametrization."""
 
     def __init__(self, config: Config, game: Game, device: torch.device) -> None:
         standard = replace(config, parameterization=Parameterization.STANDARD)
@@ -65,12 +64,12 @@ class TorchsAgent(Agent):
 
 
 def learner(config: Config, kind: type[Agent], steps: int, threads: int) -> Step:
-    """An agent that has begun to learn, with memory as a run has it; each turn is so many steps."""
+    """An agent past its first replay_start steps; a call trains for `steps` steps."""
     torch.set_num_threads(threads)
     keep_freed_memory()
     player, baseline = Player(Atari(config.game)), InitialBaseline()
     agent = kind(config, player.game, torch.device("cpu"))
-    with tempfile.TemporaryDirectory() as folder:  # the file goes, its map stays
+    with tempfile.TemporaryDirectory() as folder:  # the file is deleted, its memory map remains
         replay = ReplayBuffer(Path(folder, "replay.bin"), config.replay_size, player.game.shape)
     replay.append_frame(player.reset())
 
@@ -90,7 +89,7 @@ def peer(config: Config, ours: bool, steps: int, threads: int) -> Step:
         keep_freed_memory()
         environment = vectors.DummyVecEnv([lambda: gym_of(config.game)])
     else:
-        import_module("ale_py")  # tells Gymnasium its games
+        import_module("ale_py")  # registers the games with Gymnasium
         name = config.game.title().replace("-", "") + "NoFrameskip-v4"
         environment = import_module("stable_baselines3.common.env_util").make_atari_env(name)
     model = import_module("stable_baselines3").DQN(
@@ -117,7 +116,7 @@ def peer(config: Config, ours: bool, steps: int, threads: int) -> Step:
 
 
 def gym_of(name: str) -> Any:
-    """The game as Gymnasium has environments."""
+    """The lab's environment with Gymnasium's interface."""
     import gymnasium
 
     class Environment(gymnasium.Env[Any, Any]):
@@ -137,38 +136,41 @@ def gym_of(name: str) -> Any:
     return Environment()
 
 
-def cases(setting: Setting) -> Iterator[Case]:
-    """Agents that have begun to learn, each in its process; a turn is so many steps."""
-    start, steps = setting.size(1000, 20), setting.size(20, 8)
+def cases(settings: Settings) -> Iterator[Case]:
+    """Agents that train, each in its process; a call is some steps."""
+    start, steps = settings.size(1000, 20), settings.size(20, 8)
     config = replace(
         dqn.PAPER,
-        game=setting.size(dqn.PAPER.game, "pong"),
-        batch_size=setting.size(64, 4),
-        width=setting.size(1.0, 0.125),
+        game=settings.size(dqn.PAPER.game, "pong"),
+        batch_size=settings.size(64, 4),
+        width=settings.size(1.0, 0.125),
         replay_start=start,
         replay_size=10 * start,
         epsilon_steps=1,
     )
     standard = replace(config, parameterization=Parameterization.STANDARD)
-    turn = {"steps": steps, "threads": torch.get_num_threads()}
+    call = {"steps": steps, "threads": torch.get_num_threads()}
     makers = {
-        STANDARD: partial(learner, standard, Agent, **turn),
-        OURS: partial(learner, config, Agent, **turn),
-        TORCHS: partial(learner, config, TorchsAgent, **turn),
-        PEER_ON_OURS: partial(peer, config, True, **turn),
-        PEER: partial(peer, config, False, **turn),
+        STANDARD: partial(learner, standard, Agent, **call),
+        OURS: partial(learner, config, Agent, **call),
+        TORCH: partial(learner, config, TorchAgent, **call),
+        PEER_ON_OURS: partial(peer, config, True, **call),
+        PEER: partial(peer, config, False, **call),
     }
     missing = [name for name, needed in NEEDED.items() if not all(map(find_spec, needed))]
-    goals = [AtMost(STANDARD, 1.02, name) for name in NEEDED if name not in missing]
+    limits = {PEER_ON_OURS: 1.0, PEER: 1 / 1.5}
+    goals = [AtMost(STANDARD, limits[name], name) for name in NEEDED if name not in missing]
     without = f" (not installed: {'; '.join(missing)})" if missing else ""
-    with apart({name: makers[name] for name in makers if name not in missing}) as turns:
+    with in_processes({name: makers[name] for name in makers if name not in missing}) as calls:
         yield Case(
             f"an update on 64 transitions every 4 steps{without}",
-            turns,
+            calls,
             base=STANDARD,
             goals=(AtMost(OURS, 1.02, STANDARD), *goals),
             examples=steps,
+            summary=(Summary("DQN", OURS, TORCH),),
+            at_least_base=(OURS, TORCH),
         )
 
 
-ROW = Row("dqn", "An agent learns, steps a second", cases)
+BENCHMARK = Benchmark("dqn", "Training of DQN, steps per second", cases)

@@ -1,8 +1,8 @@
-"""Row 11: a training step of DRAW, by the lab and by hand.
+"""A training step of DRAW.
 
-Four networks that compute the same: the lab's own, standard and weight-normalized; and the same
-written layer by layer, standard and with torch's parametrization, which then computes every weight
-anew at each step of a drawing.
+Four networks that compute the same function: the lab's, standard and weight-normalized; and a
+straightforward one that calls every layer at every time step, standard and with torch's
+parametrization, which then recomputes every weight at every time step.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting, Work
+from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings, Summary, Work
 from weightnorm.lab.benchmarks.goals import AtMost
-from weightnorm.lab.benchmarks.interleaved import Call
 from weightnorm.lab.benchmarks.peers import (
-    FLAVOURS,
+    NORMALIZATIONS,
     OURS,
     PARAMETRIZATION,
     PLAIN,
-    flavour,
+    build,
 )
 from weightnorm.lab.benchmarks.roofline import operations
+from weightnorm.lab.interleaved import Call
 from weightnorm.lab.models.draw import DRAW, Bound, LSTMState, apply_gates, kl_from_standard_normal
 
 
 class LayerByLayer(DRAW):
-    """The same function as one would first write it: at every step, each layer in turn."""
+    """DRAW as one would first write it: every layer is called at every time step."""
 
     def forward(self, x: Tensor, noise: Tensor) -> Bound:
         assert self.attention
@@ -51,27 +51,28 @@ class LayerByLayer(DRAW):
         return Bound(F.binary_cross_entropy_with_logits(canvas, x, reduction="none").sum(1), kl)
 
 
-BY_HAND = "layer by layer"
+BY_HAND, STANDARD = "layer by layer", "standard"
+LAYER_BY_LAYER_TORCH = f"{BY_HAND}, {PARAMETRIZATION}"
 NETWORKS: dict[str, tuple[type[DRAW], str]] = {
     BY_HAND: (LayerByLayer, PLAIN),
-    "standard": (DRAW, PLAIN),
+    STANDARD: (DRAW, PLAIN),
     OURS: (DRAW, OURS),
-    f"{BY_HAND}, {PARAMETRIZATION}": (LayerByLayer, PARAMETRIZATION),
+    LAYER_BY_LAYER_TORCH: (LayerByLayer, PARAMETRIZATION),
 }
 
 
 def networks(hidden: int, device: torch.device) -> dict[str, DRAW]:
-    """The four, from the same random state."""
+    """The four networks, from the same random state."""
     made = {}
     for name, (kind, normalized) in NETWORKS.items():
-        model = flavour(partial(kind, hidden=hidden), FLAVOURS[normalized], device)
+        model = build(partial(kind, hidden=hidden), NORMALIZATIONS[normalized], device)
         assert isinstance(model, DRAW)
         made[name] = model
     return made
 
 
 def training_step(model: DRAW, x: Tensor, noise: Tensor) -> Call:
-    """A step as the experiment takes it: bound, gradient, clipping, Adam."""
+    """A training step of the experiment: bound, gradient, clipping, Adam."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0003, fused=True)
 
     def step() -> None:
@@ -83,21 +84,23 @@ def training_step(model: DRAW, x: Tensor, noise: Tensor) -> Call:
     return step
 
 
-def cases(setting: Setting) -> Iterator[Case]:
-    batch, hidden = setting.size(100, 2), setting.size(256, 4)
-    for steps in setting.size((16, 64), (2,)):  # of the preset `cpu`, and of the paper
-        x = torch.rand(batch, 28 * 28, device=setting.device).round()
-        noise = torch.randn(steps, batch, 100, device=setting.device)
-        models = networks(hidden, setting.device)
+def cases(settings: Settings) -> Iterator[Case]:
+    batch, hidden = settings.size(100, 2), settings.size(256, 4)
+    for steps in settings.size((16, 64), (2,)):  # the preset `cpu`, the paper
+        x = torch.rand(batch, 28 * 28, device=settings.device).round()
+        noise = torch.randn(steps, batch, 100, device=settings.device)
+        models = networks(hidden, settings.device)
         peers = {name: training_step(model, x, noise) for name, model in models.items()}
         yield Case(
             f"{steps} steps of {hidden} units, batch of {batch}",
             peers,
-            base=BY_HAND,
-            goals=(AtMost("standard", 1.02, BY_HAND), AtMost(OURS, 1.03, "standard")),
+            base=STANDARD,
+            goals=(AtMost(OURS, 1.03, STANDARD), AtMost(STANDARD, 1.02, BY_HAND)),
             work=Work(operations(peers[BY_HAND]), "matrix", OURS),
             examples=batch,
+            summary=(Summary(f"DRAW, {steps} steps", OURS, LAYER_BY_LAYER_TORCH),),
+            at_least_base=(OURS,),
         )
 
 
-ROW = Row("draw", "Training step of DRAW, sequences a second", cases)
+BENCHMARK = Benchmark("draw", "Training step of DRAW, sequences per second", cases)

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from weightnorm.functional import norm, row_norm_low_rank
-from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting
+from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings
 from weightnorm.lab.benchmarks.goals import AtMost
-from weightnorm.lab.benchmarks.interleaved import Call
+from weightnorm.lab.interleaved import Call
 
 OURS, NAIVE = "row_norm_low_rank", "norm of W + s·B·A"
 
 
-def cases(setting: Setting) -> Iterator[Case]:
-    size, rank, s = setting.size(4096, 32), setting.size(16, 2), 0.5
-    W = torch.randn(size, size, device=setting.device)
-    A = torch.randn(rank, size, device=setting.device, requires_grad=True)
-    B = torch.randn(size, rank, device=setting.device, requires_grad=True)
-    grad = torch.randn(size, 1, device=setting.device)
+def cases(settings: Settings) -> Iterator[Case]:
+    size, rank, s = settings.size(4096, 32), settings.size(16, 2), 0.5
+    W = torch.randn(size, size, device=settings.device)
+    A = torch.randn(rank, size, device=settings.device, requires_grad=True)
+    B = torch.randn(size, rank, device=settings.device, requires_grad=True)
+    grad = torch.randn(size, 1, device=settings.device)
 
     def both(row_norm: Tensor) -> None:
         torch.autograd.grad(row_norm, (A, B), grad)
@@ -32,4 +32,4 @@ def cases(setting: Setting) -> Iterator[Case]:
     yield Case(f"{size}×{size}, rank {rank}", peers, NAIVE, (AtMost(OURS, 0.7, NAIVE),))
 
 
-ROW = Row("low-rank-norm", "‖W + s·B·A‖ per row, forward and backward in A and B", cases)
+BENCHMARK = Benchmark("low-rank-norm", "‖W + s·B·A‖ per row, forward and backward in A and B", cases)

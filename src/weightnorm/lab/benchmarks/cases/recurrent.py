@@ -1,4 +1,4 @@
-"""Row 3: recurrent layers, whose weights serve every step of a sequence."""
+"""Recurrent layers, which use one weight at every step of a sequence."""
 
 from __future__ import annotations
 
@@ -8,34 +8,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached
 
-from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting, Work
+from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings, Summary, Work
 from weightnorm.lab.benchmarks.goals import AtMost
-from weightnorm.lab.benchmarks.interleaved import Call
 from weightnorm.lab.benchmarks.peers import (
-    FLAVOURS,
+    HOOK,
+    NORMALIZATIONS,
     OURS,
     PARAMETRIZATION,
     PLAIN,
-    flavour,
-    flavours,
+    build,
+    peer_models,
     training_step,
 )
+from weightnorm.lab.interleaved import Call
 
 BATCH = 32
 
 
-def cases(setting: Setting) -> Iterator[Case]:
-    steps, hidden = setting.size(64, 3), setting.size(256, 8)
-    x = torch.randn(steps, BATCH, hidden, device=setting.device)
+def cases(settings: Settings) -> Iterator[Case]:
+    steps, hidden = settings.size(64, 3), settings.size(256, 8)
+    x = torch.randn(steps, BATCH, hidden, device=settings.device)
     work = Work(3 * 2 * x.numel() * 2 * 4 * hidden, "matrix", OURS)
     goals = (AtMost(OURS, 1.02, PLAIN),)
 
     def layer(model: nn.Module) -> Call:
         return training_step(model, lambda: model(x)[0].square().mean())
 
-    models = flavours(lambda: nn.LSTM(hidden, hidden), setting.device)
+    models = peer_models(lambda: nn.LSTM(hidden, hidden), settings.device)
     peers = {name: layer(model) for name, model in models.items()}
-    yield Case("LSTM", peers, PLAIN, goals, work)
+    yield Case(
+        "LSTM",
+        peers,
+        PLAIN,
+        goals,
+        work,
+        summary=(Summary("LSTM", OURS, PARAMETRIZATION, HOOK),),
+        at_least_base=(OURS, PARAMETRIZATION, HOOK),
+    )
 
     def unrolled(cell: nn.Module) -> Tensor:
         state = None
@@ -49,16 +58,26 @@ def cases(setting: Setting) -> Iterator[Case]:
 
     def cell_cached(model: nn.Module) -> Call:
         def loss() -> Tensor:
-            with cached():  # one weight for the whole sequence
+            with cached():  # one weight computation per sequence
                 return unrolled(model)
 
         return training_step(model, loss)
 
-    models = flavours(lambda: nn.LSTMCell(hidden, hidden), setting.device)
-    theirs = flavour(lambda: nn.LSTMCell(hidden, hidden), FLAVOURS[PARAMETRIZATION], setting.device)
+    models = peer_models(lambda: nn.LSTMCell(hidden, hidden), settings.device)
+    torch_cached = build(
+        lambda: nn.LSTMCell(hidden, hidden), NORMALIZATIONS[PARAMETRIZATION], settings.device
+    )
     peers = {name: (cell_cached if name == OURS else cell)(m) for name, m in models.items()}
-    peers[f"{PARAMETRIZATION}, cached"] = cell_cached(theirs)
-    yield Case("LSTMCell unrolled, in parametrize.cached()", peers, PLAIN, goals, work)
+    peers[f"{PARAMETRIZATION}, cached"] = cell_cached(torch_cached)
+    yield Case(
+        "LSTMCell unrolled, in parametrize.cached()",
+        peers,
+        PLAIN,
+        goals,
+        work,
+        summary=(Summary("LSTMCell, cached", OURS, PARAMETRIZATION, HOOK),),
+        at_least_base=(OURS, PARAMETRIZATION, HOOK),
+    )
 
 
-ROW = Row("recurrent", "Training step on 64 steps of 256 units", cases)
+BENCHMARK = Benchmark("recurrent", "Training step on 64 steps of 256 units", cases)

@@ -1,36 +1,32 @@
-"""Row 10: how the cost of weight norm grows: with layers, width, batch and ranks."""
+"""Cost of weight norm against the number of layers, width, batch size and ranks."""
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from weightnorm import parts, weight_norm
-from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting, Work
+from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings, Work
 from weightnorm.lab.benchmarks.cases.traffic import FeedForward
 from weightnorm.lab.benchmarks.goals import GrowthAtMost, RelativelyAtMost
-from weightnorm.lab.benchmarks.interleaved import Call, interleaved
-from weightnorm.lab.benchmarks.peers import FLAVOURS, OURS, PLAIN, flavour
+from weightnorm.lab.benchmarks.peers import NORMALIZATIONS, OURS, PLAIN, build
+from weightnorm.lab.benchmarks.processes import Step, call_all, on_ranks
+from weightnorm.lab.interleaved import Call
+from weightnorm.lab.pool import Worker
 from weightnorm.lab.runs.ranks import Ranks
-from weightnorm.lab.runs.records import write_json
 
 LINEAR, CONSTANT = 1.1, 0.1
-"""Powers of growth that count as linear and as constant, overhead and caches allowed for."""
+"""Exponents that count as linear and constant growth; overhead and caches are allowed for."""
 WIDTH = 64
 LAYERS, WIDTHS, BATCHES, RANKS = (1, 4, 16, 64, 256), (8, 64, 512, 4096), (1, 4, 16, 64), (1, 2, 4)
 
 
-def reading(layers: list[nn.Linear]) -> Call:
-    """Compute every weight, and every ∇v and ∇g."""
+def weights_and_gradients(layers: list[nn.Linear]) -> Call:
+    """Compute every weight from v and g, and ∇v and ∇g from ∇w."""
     sources = [part for layer in layers for part in parts(layer)]
     grads = [torch.ones_like(parts(layer).v) for layer in layers]
 
@@ -40,29 +36,33 @@ def reading(layers: list[nn.Linear]) -> Call:
     return run
 
 
-def cases(setting: Setting) -> Iterator[Case]:
+def cases(settings: Settings) -> Iterator[Case]:
     def linear(width: int) -> nn.Linear:
-        return weight_norm(nn.Linear(width, width, device=setting.device))
+        return weight_norm(nn.Linear(width, width, device=settings.device))
 
-    counts = LAYERS[: setting.size(None, 2)]
-    yield grown(
-        "layers of 64×64, the weights alone",
-        {f"{n} layers": (n, reading([linear(WIDTH) for _ in range(n)])) for n in counts},
+    counts = LAYERS[: settings.size(None, 2)]
+    yield growth(
+        "layers of 64×64, weights only",
+        {
+            f"{n} layers": (n, weights_and_gradients([linear(WIDTH) for _ in range(n)]))
+            for n in counts
+        },
         GrowthAtMost("cost", LINEAR, "layers", {n: (f"{n} layers", None) for n in counts}),
         weights=counts[-1] * WIDTH**2,
     )
-    widths = WIDTHS[: setting.size(None, 2)]
-    yield grown(
-        "a layer of n×n, the weight alone",
-        {f"n = {n}": (n, reading([linear(n)])) for n in widths},
+    widths = WIDTHS[: settings.size(None, 2)]
+    yield growth(
+        "a layer of n×n, weight only",
+        {f"n = {n}": (n, weights_and_gradients([linear(n)])) for n in widths},
         GrowthAtMost("cost", LINEAR, "weights", {n**2: (f"n = {n}", None) for n in widths}),
         weights=widths[-1] ** 2,
     )
-    yield batches(setting)
-    yield ranks(setting)
+    yield batches(settings)
+    with ranks(settings) as case:
+        yield case
 
 
-def grown(
+def growth(
     name: str, peers: Mapping[str, tuple[int, Call]], goal: GrowthAtMost, weights: int
 ) -> Case:
     calls = {name: call for name, (_, call) in peers.items()}
@@ -70,21 +70,23 @@ def grown(
     return Case(name, calls, next(iter(calls)), (goal,), Work(5 * 4 * weights, "memory", largest))
 
 
-def batches(setting: Setting) -> Case:
-    """Extra cost of the passes of eight layers over batches of different size."""
-    width, peers = setting.size(512, 8), {}
+def batches(settings: Settings) -> Case:
+    """Forward and backward of eight layers at several batch sizes."""
+    width, peers = settings.size(512, 8), {}
     for normalized in (PLAIN, OURS):
-        model = flavour(
+        model = build(
             lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(8))),
-            FLAVOURS[normalized],
-            setting.device,
+            NORMALIZATIONS[normalized],
+            settings.device,
         )
         for batch in BATCHES:
-            x = torch.randn(batch, width, device=setting.device)
+            x = torch.randn(batch, width, device=settings.device)
             peers[f"{normalized}, {batch}"] = partial(passes, model, x)
     pairs = {n: (f"{OURS}, {n}", f"{PLAIN}, {n}") for n in BATCHES}
-    goal = GrowthAtMost("extra cost", CONSTANT, "batch", pairs)
-    return Case("batch, passes of 8 layers of 512×512", peers, f"{PLAIN}, 1", (goal,))
+    goal = GrowthAtMost("extra cost", CONSTANT, "batch size", pairs)
+    return Case(
+        "batch size, forward and backward of 8 layers of 512×512", peers, f"{PLAIN}, 1", (goal,)
+    )
 
 
 def passes(model: nn.Module, x: Tensor) -> None:
@@ -92,40 +94,29 @@ def passes(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def ranks(setting: Setting) -> Case:
-    """A training step on gloo ranks of one thread each; what the first of them measured."""
-    peers: dict[str, Call] = {}
-    worlds = RANKS[: setting.size(None, 2)]
-    for world in worlds:
-        for name, samples in measured_on(world, setting).items():
-            peers[f"{name}, {world}"] = partial(next, iter(samples))
-    pairs = {n: (f"{OURS}, {n}", f"{PLAIN}, {n}") for n in worlds}
-    goals = tuple(RelativelyAtMost(pairs[n], 1.05, pairs[1]) for n in worlds[1:])
-    name, rounds = "ranks, step of a feed-forward network", setting.rounds
-    return Case(name, peers, f"{PLAIN}, 1", goals, rounds=rounds)
+@contextmanager
+def ranks(settings: Settings) -> Iterator[Case]:
+    """A training step on gloo ranks of one thread each. All process groups exist at the same time,
+    so that their steps can be measured in alternation."""
+    size, worlds = settings.size((256, 1024, 4), (8, 16, 1)), RANKS[: settings.size(None, 2)]
+    with ExitStack() as stack:
+        calls: dict[str, Call] = {}
+        for world in worlds:
+            workers = stack.enter_context(on_ranks(world, rank_steps, size))
+            for name in (PLAIN, OURS):
+                calls[f"{name}, {world}"] = partial(_step_on_all, workers, name)
+        pairs = {n: (f"{OURS}, {n}", f"{PLAIN}, {n}") for n in worlds}
+        goals = tuple(RelativelyAtMost(pairs[n], 1.05, pairs[1]) for n in worlds[1:])
+        yield Case("ranks, step of a feed-forward network", calls, f"{PLAIN}, 1", goals)
 
 
-def measured_on(world: int, setting: Setting) -> dict[str, list[float]]:
-    """One sample more than rounds: the first is not counted."""
-    size = setting.size((256, 1024, 4), (8, 16, 1))
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_on_rank, (world, folder, size, setting.rounds + 1), nprocs=world)
-        samples: dict[str, list[float]] = json.loads(Path(folder, "samples.json").read_text())
-    return samples
+def rank_steps(ranks: Ranks, size: tuple[int, int, int]) -> dict[str, Step]:
+    """A rank's training steps, plain and weight-normalized."""
 
-
-def _on_rank(rank: int, world: int, folder: str, size: tuple[int, int, int], rounds: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world
-    )
-    here = Ranks(rank, world)
-
-    def step(normalized: str) -> Call:
-        model = flavour(
+    def step(normalized: str) -> Step:
+        model = build(
             lambda: FeedForward(lambda layer: layer, *size),
-            FLAVOURS[normalized],
+            NORMALIZATIONS[normalized],
             torch.device("cpu"),
         )
         x = torch.randn(64, size[0])
@@ -133,15 +124,20 @@ def _on_rank(rank: int, world: int, folder: str, size: tuple[int, int, int], rou
 
         def run() -> None:
             passes(model, x)
-            here.sum_gradients(model)
+            ranks.sum_gradients(model)
             optimizer.step()
 
         return run
 
-    samples = interleaved({name: step(name) for name in (PLAIN, OURS)}, rounds)
-    if rank == 0:
-        write_json(Path(folder, "samples.json"), samples)
-    dist.destroy_process_group()
+    return {name: step(name) for name in (PLAIN, OURS)}
 
 
-ROW = Row("growth", "How the cost of weight norm grows", cases)
+def _step_on_all(workers: list[Worker], name: str) -> None:
+    call_all(workers, _step, name)
+
+
+def _step(steps: dict[str, Step], name: str) -> None:
+    steps[name]()
+
+
+BENCHMARK = Benchmark("scaling", "Cost against layers, width, batch size and ranks", cases)

@@ -1,7 +1,7 @@
-"""Batch norm over ranks that sends what torch's SyncBatchNorm sends, on any device.
+"""Batch norm over ranks that sends the same as torch's SyncBatchNorm, on any device.
 
-torch's own refuses CPU tensors. Forward, every rank tells all others its mean, variance and count:
-2C + 1 numbers. Backward, two sums per feature are added up over the ranks: 2C numbers.
+torch's own does not support CPU tensors. In the forward pass, mean, variance and count of every
+rank are gathered: 2C + 1 numbers. In the backward pass, two sums per feature are reduced: 2C.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class _Whitened(torch.autograd.Function):
         axes = [d for d in range(t.ndim) if d != 1]
         shape = (1, -1, *[1] * (t.ndim - 2))
         variance, mean = torch.var_mean(t, axes, correction=0)
-        mine = torch.cat([mean, variance, t.new_tensor([t.numel() // t.shape[1]])])
-        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyones, mine)
-        means, variances, counts = torch.stack(everyones).split([len(mean), len(mean), 1], dim=1)
+        local = torch.cat([mean, variance, t.new_tensor([t.numel() // t.shape[1]])])
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, local)
+        means, variances, counts = torch.stack(gathered).split([len(mean), len(mean), 1], dim=1)
         share = counts / counts.sum()
         overall = (share * means).sum(0)
         spread = (share * (variances + (means - overall).square())).sum(0)

@@ -1,40 +1,38 @@
-"""What a training step sends between ranks, in bytes:
+"""Bytes that a training step sends between ranks:
 `python -m weightnorm.lab.benchmarks.cases.traffic --ranks 1 2 4 --out traffic.json`.
 
-Two counts that check each other: what the program hands to its collectives, and what the operating
-system saw each rank write to its sockets (``wchar`` of /proc/self/io; nothing else is written
-during the steps). Neither depends on how busy the machine is.
+Two independent counts: the sizes of the tensors given to collectives, and the bytes that the
+operating system saw each rank write to its sockets (``wchar`` of /proc/self/io; nothing else is
+written during the steps). Neither depends on the load of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from weightnorm import Parameterization, parameterize
 from weightnorm.lab.benchmarks.cases.synced_batch_norm import SyncedBatchNorm
-from weightnorm.lab.benchmarks.messages import Row, estimated_table, measured_table
+from weightnorm.lab.benchmarks.messages import StepTraffic, estimated_table, measured_table
+from weightnorm.lab.benchmarks.processes import call_all, on_ranks
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN, Wrap
 from weightnorm.lab.runs.environment import environment
 from weightnorm.lab.runs.ranks import Ranks
 from weightnorm.lab.runs.records import write_json
 
 STEPS = 3
-"""Steps that are averaged; all send the same."""
+"""Number of steps to average over; all send the same."""
 
 PARAMETERIZATIONS = (
     Parameterization.STANDARD,
@@ -45,7 +43,7 @@ PARAMETERIZATIONS = (
 
 
 class FeedForward(nn.Sequential):
-    """The feed-forward half of a transformer, x + W₂·gelu(W₁·x), a few times."""
+    """Feed-forward blocks of a transformer: x + W₂·gelu(W₁·x)."""
 
     def __init__(self, wrap: Wrap, size: int = 512, hidden: int = 2048, blocks: int = 6) -> None:
         super().__init__(*(_Residual(wrap, size, hidden) for _ in range(blocks)))
@@ -65,11 +63,11 @@ MODELS: dict[str, tuple[Callable[[Wrap], nn.Module], tuple[int, ...]]] = {
     "ConvPool-CNN-C": (ConvPoolCNN, (3, 32, 32)),
     "feed-forward": (FeedForward, (512,)),
 }
-"""The network, and the shape of an example."""
+"""Network and shape of an example."""
 
 
 def wrapped(layer: nn.Module, how: Parameterization, ranks: Ranks) -> nn.Module:
-    """A layer in this parameterization, its batch statistics over all ranks."""
+    """Apply a parameterization with batch statistics over all ranks."""
     if how is not Parameterization.BATCH_NORM or ranks.group is None:
         return parameterize(layer, how, group=ranks.group)
     plain: Any = parameterize(layer, how)
@@ -77,8 +75,8 @@ def wrapped(layer: nn.Module, how: Parameterization, ranks: Ranks) -> nn.Module:
 
 
 @contextmanager
-def handed_over() -> Iterator[Counter[str]]:
-    """Bytes given to each collective, and in how many calls."""
+def count_collectives() -> Iterator[Counter[str]]:
+    """Count the bytes given to each collective, and the calls."""
     count: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
 
@@ -96,63 +94,60 @@ def handed_over() -> Iterator[Counter[str]]:
             setattr(dist, name, original)
 
 
-def written() -> int:
-    """Bytes this process has ever written, to sockets too."""
+def bytes_written() -> int:
+    """Bytes that this process has written so far, including to sockets."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["wchar"])
 
 
-def measure(model: str, how: Parameterization, ranks: Ranks) -> Row:
-    """A few training steps on two examples a rank, as the experiments take them."""
+def measure(model: str, how: Parameterization, ranks: Ranks) -> StepTraffic:
+    """Run training steps on two examples per rank and count what is sent."""
     torch.manual_seed(0)
     make, shape = MODELS[model]
     network, x = make(partial(wrapped, how=how, ranks=ranks)), torch.randn(2, *shape)
 
     def step() -> tuple[Counter[str], Counter[str]]:
         network.zero_grad()
-        with handed_over() as statistics:
+        with count_collectives() as statistics:
             network(x).square().mean().backward()
-        with handed_over() as gradients:
+        with count_collectives() as gradients:
             ranks.sum_gradients(network)
         return gradients, statistics
 
-    gradients, statistics = step()  # which also opens the connections
-    before = written()
+    gradients, statistics = step()  # also opens the connections
+    before = bytes_written()
     assert all(step() == (gradients, statistics) for _ in range(STEPS))
-    return Row(
+    return StepTraffic(
         model=model,
         parameterization=how.value,
         ranks=ranks.world,
-        gradients=gradients["all_reduce"],
-        summed=statistics["all_reduce"],
-        sums=statistics["all_reduce calls"],
-        gathered=statistics["all_gather"],
-        gathers=statistics["all_gather calls"],
-        sent=(written() - before) / STEPS,
+        gradient_bytes=gradients["all_reduce"],
+        all_reduce_bytes=statistics["all_reduce"],
+        all_reduce_calls=statistics["all_reduce calls"],
+        all_gather_bytes=statistics["all_gather"],
+        all_gather_calls=statistics["all_gather calls"],
+        sent_bytes=(bytes_written() - before) / STEPS,
     )
 
 
-def on_rank(rank: int, world: int, folder: str, models: list[str]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world
-    )
-    rows = [measure(m, how, Ranks(rank, world)) for m in models for how in PARAMETERIZATIONS]
-    write_json(Path(folder, f"rank-{rank}.json"), [asdict(row) for row in rows])
-    dist.destroy_process_group()
-
-
-def traffic(ranks: list[int], models: list[str]) -> list[Row]:
-    """Rows for so many ranks; what a rank sent is the mean over them."""
-    rows: list[Row] = []
-    for world in ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(on_rank, (world, folder, models), nprocs=world)
-            texts = [Path(folder, f"rank-{rank}.json").read_text() for rank in range(world)]
-        every = zip(*map(json.loads, texts), strict=True)
-        rows += (Row(**{**same[0], "sent": sum(r["sent"] for r in same) / world}) for same in every)
+def traffic(worlds: list[int], models: list[str]) -> list[StepTraffic]:
+    """Measure every model and parameterization on several numbers of ranks; means over ranks."""
+    rows: list[StepTraffic] = []
+    for world in worlds:
+        with on_ranks(world, _identity) as workers:
+            for model, how in product(models, PARAMETERIZATIONS):
+                found: list[StepTraffic] = call_all(workers, _measure_on_rank, model, how)
+                sent = sum(row.sent_bytes for row in found) / world
+                rows.append(replace(found[0], sent_bytes=sent))
     return rows
+
+
+def _measure_on_rank(ranks: Ranks, model: str, how: Parameterization) -> StepTraffic:
+    return measure(model, how, ranks)
+
+
+def _identity(ranks: Ranks) -> Ranks:
+    return ranks
 
 
 def main(words: list[str] | None = None) -> None:

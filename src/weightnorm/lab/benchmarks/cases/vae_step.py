@@ -1,4 +1,4 @@
-"""A training step of the auto-encoders: dozens of small convolutions and masked layers."""
+"""A training step of the auto-encoders, which have dozens of small convolutions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from weightnorm import batched_weights
-from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting, Work
+from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings, Summary, Work
 from weightnorm.lab.benchmarks.goals import AtMost
-from weightnorm.lab.benchmarks.interleaved import Call
 from weightnorm.lab.benchmarks.peers import OURS
 from weightnorm.lab.benchmarks.roofline import operations
+from weightnorm.lab.interleaved import Call
 from weightnorm.lab.models.vae import VAE
 from weightnorm.lab.models.vae_cifar10 import Cifar10VAE
 from weightnorm.lab.models.vae_mnist import MnistVAE
@@ -24,11 +24,11 @@ NETWORKS: dict[str, tuple[Callable[..., VAE], tuple[int, ...], float]] = {
     "MNIST": (MnistVAE, (1, 28, 28), 1.0),
     "CIFAR-10": (Cifar10VAE, (3, 32, 32), 255.0),
 }
-"""The network, and the shape and largest value of its images."""
+"""Network, shape and largest value of its images."""
 
 
 def training_step(model: VAE, x: Tensor) -> Call:
-    """A step as the experiment takes it: bound, gradient, Adamax, average."""
+    """A training step of the experiment: bound, gradient, Adamax, parameter average."""
     optimizer = torch.optim.Adamax(model.parameters(), lr=0.002, foreach=True)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
     weights = batched_weights(model)
@@ -44,14 +44,14 @@ def training_step(model: VAE, x: Tensor) -> Call:
     return step
 
 
-def cases(setting: Setting) -> Iterator[Case]:
-    width = setting.size(1.0, 0.05)
+def cases(settings: Settings) -> Iterator[Case]:
+    width = settings.size(1.0, 0.05)
     for name, (network, shape, largest) in NETWORKS.items():
-        x = torch.rand(setting.size(BATCH, 2), *shape, device=setting.device) * largest
+        x = torch.rand(settings.size(BATCH, 2), *shape, device=settings.device) * largest
         x, peers = x.round(), {}
         for peer, normalize in {STANDARD: False, OURS: True}.items():
             torch.manual_seed(0)
-            model = network(normalize=normalize, width=width).to(setting.device)
+            model = network(normalize=normalize, width=width).to(settings.device)
             peers[peer] = training_step(model, x)
         yield Case(
             f"{name}, batch of {BATCH}",
@@ -60,7 +60,9 @@ def cases(setting: Setting) -> Iterator[Case]:
             goals=(AtMost(OURS, 1.03, STANDARD),),
             work=Work(operations(peers[STANDARD]), "convolution", OURS),
             examples=len(x),
+            summary=(Summary(f"VAE, {name}", OURS),),
+            at_least_base=(OURS,),
         )
 
 
-ROW = Row("vae", "Training step of the auto-encoders", cases)
+BENCHMARK = Benchmark("vae", "Training step of the auto-encoders", cases)

@@ -1,4 +1,4 @@
-"""Row 2: many small one-dimensional convolutions, as vocoders have them."""
+"""Many small one-dimensional convolutions, as in vocoders."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm import batched_weights, folded, weight_norm_model
-from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting, Work
+from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings, Summary, Work
 from weightnorm.lab.benchmarks.goals import AtMost
-from weightnorm.lab.benchmarks.interleaved import Call
-from weightnorm.lab.benchmarks.peers import OURS, PLAIN, flavour, flavours, training_step
+from weightnorm.lab.benchmarks.peers import (
+    HOOK,
+    OURS,
+    PARAMETRIZATION,
+    PLAIN,
+    build,
+    peer_models,
+    training_step,
+)
+from weightnorm.lab.interleaved import Call
 
 LAYERS, CHANNELS, LENGTH, BATCH = 60, 32, 512, 4
 DILATIONS = (1, 3, 5)
@@ -20,7 +28,7 @@ BATCHED = "weight norm, batched"
 
 
 class Residuals(nn.Module):
-    """x + conv(φ(x)), again and again, with dilations in turn."""
+    """A stack of x + conv(φ(x)) with alternating dilations."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -35,10 +43,10 @@ class Residuals(nn.Module):
         return x
 
 
-def cases(setting: Setting) -> Iterator[Case]:
-    layers = setting.size(LAYERS, 2)
-    x = torch.randn(BATCH, CHANNELS, setting.size(LENGTH, 16), device=setting.device)
-    models = flavours(lambda: Residuals(layers), setting.device)
+def cases(settings: Settings) -> Iterator[Case]:
+    layers = settings.size(LAYERS, 2)
+    x = torch.randn(BATCH, CHANNELS, settings.size(LENGTH, 16), device=settings.device)
+    models = peer_models(lambda: Residuals(layers), settings.device)
     operations = 2 * 3 * CHANNELS * x.numel() * layers
 
     def train(model: nn.Module) -> Call:
@@ -54,13 +62,18 @@ def cases(setting: Setting) -> Iterator[Case]:
 
         return training_step(model, loss)
 
-    joined = flavour(lambda: Residuals(layers), weight_norm_model, setting.device)
+    batched = build(lambda: Residuals(layers), weight_norm_model, settings.device)
     yield Case(
         "training step",
-        {name: train(model) for name, model in models.items()} | {BATCHED: train_batched(joined)},
+        {name: train(model) for name, model in models.items()} | {BATCHED: train_batched(batched)},
         base=PLAIN,
-        goals=(AtMost(BATCHED, 1.03, PLAIN),),
+        goals=(AtMost(OURS, 1.0, PARAMETRIZATION), AtMost(BATCHED, 1.03, PLAIN)),
         work=Work(3 * operations, "convolution", BATCHED),
+        summary=(
+            Summary("60 conv1d layers", OURS, PARAMETRIZATION, HOOK),
+            Summary("60 conv1d layers, batched", BATCHED, goal=1),
+        ),
+        at_least_base=(OURS, PARAMETRIZATION, HOOK, BATCHED),
     )
 
     def infer(model: nn.Module) -> Call:
@@ -78,7 +91,11 @@ def cases(setting: Setting) -> Iterator[Case]:
             base=PLAIN,
             goals=(AtMost(FOLDED, 1.0, PLAIN),),
             work=Work(operations, "convolution", FOLDED),
+            summary=(
+                Summary("60 conv1d layers, folded inference", FOLDED, PARAMETRIZATION, HOOK),
+            ),
+            at_least_base=(FOLDED, PARAMETRIZATION, HOOK),
         )
 
 
-ROW = Row("vocoder", "60 small conv1d layers", cases)
+BENCHMARK = Benchmark("vocoder", "60 small conv1d layers", cases)

@@ -1,0 +1,78 @@
+"""Bootstrap intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import scipy.stats  # type: ignore[import-untyped]
+from numpy.typing import ArrayLike, NDArray
+
+Array: TypeAlias = NDArray[np.float64]
+
+RESAMPLES = 2000
+UNBOUNDED = 1e12
+"""Stands for ∞ while percentiles are interpolated."""
+
+
+class Interval(NamedTuple):
+    """A value and its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+
+def bootstrap(statistic: Callable[..., Any], *samples: ArrayLike) -> Interval:
+    """Return a statistic of paired samples and its 95 % percentile interval.
+
+    Observations are resampled together: the i-th of every sample, or none of them.
+
+    Args:
+        statistic: called with the samples as arrays, (..., n) each; reduces the last axis.
+        samples: n observations each. With n = 1 the interval has no width.
+
+    >>> bootstrap(lambda a, b: a.mean(-1) / b.mean(-1), [2.0, 4.0], [1.0, 2.0])
+    Interval(value=2.0, low=2.0, high=2.0)
+    """
+    arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
+
+    def finite(*resampled: Array, axis: int = -1) -> Array:
+        value = np.asarray(statistic(*resampled), dtype=np.float64)
+        return np.nan_to_num(value, nan=np.nan, posinf=UNBOUNDED, neginf=-UNBOUNDED)
+
+    value = finite(*arrays).item()
+    if arrays[0].shape[-1] == 1:
+        return Interval(*(_unbounded(value),) * 3)
+    found = scipy.stats.bootstrap(
+        arrays,
+        finite,
+        paired=True,
+        vectorized=True,
+        n_resamples=RESAMPLES,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return Interval(*map(_unbounded, (value, float(found.low), float(found.high))))
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Return the mean of independent values and its interval.
+
+    >>> mean_interval([2.0, 2.0, 2.0])
+    Interval(value=2.0, low=2.0, high=2.0)
+    """
+    return bootstrap(lambda x: x.mean(-1), values)
+
+
+def _unbounded(value: float) -> float:
+    """Undo the replacement of ∞, also where it was interpolated with."""
+    return float(np.sign(value) * np.inf) if abs(value) > UNBOUNDED / RESAMPLES else value

@@ -1,0 +1,48 @@
+"""PartRunner of a claim: computed once each, in this process or in workers."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from weightnorm.lab.claims.context import Context
+from weightnorm.lab.claims.parts import PartRunner
+from weightnorm.lab.runs.records import read_rows
+
+CONTEXT = Context(quick=True, seeds=(1, 2))
+
+
+def touch(context, folder, x):
+    """Leave a file named by the argument and the process; 7 raises."""
+    (Path(folder) / f"{x}-{os.getpid()}").touch()
+    if x == 7:
+        raise ValueError("seven")
+    return {"x": x, "quick": context.quick}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_results_are_in_order_and_progress_is_reported(tmp_path, workers):
+    progress = []
+    parts = PartRunner(workers, on_progress=lambda *row: progress.append(row))
+    try:
+        found = parts.map(CONTEXT, touch, [(str(tmp_path), x) for x in (3, 1, 2)])
+    finally:
+        parts.close()
+    assert found == [{"x": x, "quick": True} for x in (3, 1, 2)]
+    assert progress == [(done, 3) for done in range(4)]
+    processes = {path.name.split("-")[1] for path in tmp_path.iterdir()}
+    assert (str(os.getpid()) in processes) == (workers == 1)
+
+
+def test_stored_parts_are_not_computed_again(tmp_path):
+    file, touched = tmp_path / "parts.jsonl", tmp_path / "touched"
+    touched.mkdir()
+    arguments = [(str(touched), x) for x in (1, 2, 7, 3)]
+    with pytest.raises(ValueError, match="seven"):
+        PartRunner(1, file).map(CONTEXT, touch, arguments)
+    assert len(read_rows(file)) == 2
+    for path in touched.iterdir():
+        path.unlink()
+    found = PartRunner(1, file).map(CONTEXT, touch, [part for part in arguments if part[1] != 7])
+    assert [row["x"] for row in found] == [1, 2, 3]
+    assert [path.name.split("-")[0] for path in touched.iterdir()] == ["3"]

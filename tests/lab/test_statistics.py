@@ -1,0 +1,44 @@
+"""Bootstrap intervals."""
+
+import math
+
+import numpy as np
+import pytest
+
+from weightnorm.lab.statistics import Interval, bootstrap, mean_interval
+
+
+def test_the_interval_covers_the_mean_and_widens_with_the_spread():
+    narrow, wide = mean_interval([1.0, 1.1, 0.9, 1.0]), mean_interval([0.0, 2.0, -1.0, 3.0])
+    for interval in (narrow, wide):
+        assert interval.value == pytest.approx(1)
+        assert interval.low < 1 < interval.high
+    assert narrow.half_width < wide.half_width
+    assert mean_interval([1.0, 2.0, 4.0]) == mean_interval([1.0, 2.0, 4.0])
+
+
+def test_percentiles_of_two_values_are_the_values():
+    assert mean_interval([1.0, 4.0]) == Interval(2.5, 1.0, 4.0)
+
+
+def test_coverage():
+    """95 % intervals of 20 normal values cover the mean in about 93 % of cases."""
+    rng = np.random.default_rng(1)
+    intervals = [mean_interval(x) for x in rng.normal(size=(150, 20))]
+    assert 0.86 < np.mean([x.low < 0 < x.high for x in intervals]) < 0.99
+
+
+def test_samples_are_resampled_in_pairs():
+    a = [1.0, 10.0, 100.0, 1000.0]
+    ratio = bootstrap(lambda a, b: a.mean(-1) / b.mean(-1), a, [2 * x for x in a])
+    assert ratio == Interval(0.5, 0.5, 0.5)
+
+
+def test_one_observation_has_no_width():
+    assert mean_interval([3.0]) == Interval(3.0, 3.0, 3.0)
+
+
+def test_infinite_values_are_bounds():
+    interval = bootstrap(lambda x: np.where(x.mean(-1) > 1.2, np.inf, x.mean(-1)), [1.0, 1.0, 2.0])
+    assert interval.low == 1.0
+    assert interval.high == math.inf

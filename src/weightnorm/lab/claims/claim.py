@@ -9,9 +9,7 @@ from typing import Any, Literal
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.statistics import Interval, mean_interval
 
-Verdict = Literal[
-    "holds", "holds qualitatively", "does not hold here", "not shown", "not measured"
-]
+Verdict = Literal["holds", "holds qualitatively", "does not hold here", "not shown", "not measured"]
 HOLDS: Verdict = "holds"
 QUALITATIVELY: Verdict = "holds qualitatively"
 FAILS: Verdict = "does not hold here"

@@ -55,9 +55,7 @@ def cases(settings: Settings) -> Iterator[Case]:
             base=PLAIN,
             goals=(AtMost(FOLDED, 1.0, PLAIN),),
             work=Work(WEIGHTS, "memory", FOLDED),
-            summary=(
-                Summary("agent acting, folded", FOLDED, PARAMETRIZATION, HOOK),
-            ),
+            summary=(Summary("agent acting, folded", FOLDED, PARAMETRIZATION, HOOK),),
             at_least_base=(FOLDED, PARAMETRIZATION, HOOK),
         )
 

@@ -103,11 +103,7 @@ def weights_alone(models: dict[str, nn.Module], plain_step: Call) -> Case:
         {PLAIN: plain_step} | {name: weights_and_gradients(models[name]) for name in names},
         base=PLAIN,
         goals=(AtMost(OURS, 0.01, PLAIN),),
-        summary=(
-            Summary(
-                "ConvPool-CNN-C, added work alone", OURS, PARAMETRIZATION, HOOK
-            ),
-        ),
+        summary=(Summary("ConvPool-CNN-C, added work alone", OURS, PARAMETRIZATION, HOOK),),
     )
 
 

@@ -32,4 +32,6 @@ def cases(settings: Settings) -> Iterator[Case]:
     yield Case(f"{size}×{size}, rank {rank}", peers, NAIVE, (AtMost(OURS, 0.7, NAIVE),))
 
 
-BENCHMARK = Benchmark("low-rank-norm", "‖W + s·B·A‖ per row, forward and backward in A and B", cases)
+BENCHMARK = Benchmark(
+    "low-rank-norm", "‖W + s·B·A‖ per row, forward and backward", cases
+)

@@ -91,9 +91,7 @@ def cases(settings: Settings) -> Iterator[Case]:
             base=PLAIN,
             goals=(AtMost(FOLDED, 1.0, PLAIN),),
             work=Work(operations, "convolution", FOLDED),
-            summary=(
-                Summary("60 conv1d layers, folded inference", FOLDED, PARAMETRIZATION, HOOK),
-            ),
+            summary=(Summary("60 conv1d layers, folded inference", FOLDED, PARAMETRIZATION, HOOK),),
             at_least_base=(FOLDED, PARAMETRIZATION, HOOK),
         )
 

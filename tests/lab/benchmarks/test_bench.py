@@ -238,7 +238,13 @@ def test_the_profiler_prints_nothing(tmp_path):
 
 def test_committed_records_are_readable():
     results = Path(__file__).parents[3] / "docs" / "results"
-    paths = ("bench/result.json", "trials/step.json", "trials/vae-step.json", "dqn/speed.json")
+    paths = (
+        "bench/result.json",
+        "trials/step.json",
+        "trials/vae-step.json",
+        "dqn/speed.json",
+        "draw/step.json",
+    )
     for record in (load(results / path) for path in paths if (results / path).exists()):
         assert not record["settings"]["quick"]
         assert record["benchmarks"]

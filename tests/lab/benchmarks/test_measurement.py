@@ -126,8 +126,21 @@ def test_faster_with_more_work_is_noise():
 
     assert measured(0.88).results["ours"].noise
     assert measured(0.88).goals[0].verdict == "within noise"
+    assert not measured(0.99).goals[0].met  # the interval excludes 1
     assert not measured(1.0).results["ours"].noise
     assert measured(1.0).goals[0].met
+
+
+def test_imprecise_and_faster_with_more_work_is_noise():
+    case = Case(
+        "name",
+        {"plain": lambda: 1.0, "ours": constant([1.0, 0.7, 0.8, 0.9, 1.3])},
+        base="plain",
+        at_least_base=("ours",),
+    )
+    found = measure(case, Settings(CPU, quick=True, rounds=4), Roofline(1.0, 1.0, 1.0))
+    assert found.results["ours"].high > 1
+    assert found.results["ours"].noise
 
 
 def test_rounds_are_added_until_ratios_are_precise():

@@ -84,7 +84,7 @@ class Case:
     summary: tuple[Summary, ...] = ()
     at_least_base: tuple[str, ...] = ()
     """Peers that do at least the base's work. If one measures faster than the base by more than its
-    interval, that is noise and not a result."""
+    interval or the precision, that is noise and not a result."""
 
 
 @dataclass(frozen=True)

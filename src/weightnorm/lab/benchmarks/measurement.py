@@ -26,8 +26,8 @@ class PeerResult:
     low: float
     high: float
     noise: bool = False
-    """The peer does at least the base's work and was faster by more than the interval: the ratio
-    is not a result and must not be printed as one."""
+    """The peer does at least the base's work and measured faster: by more than the interval, or by
+    more than the precision. The ratio is not a result and must not be printed as one."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def measure(
         done=lambda samples: is_precise(samples, case.base, settings.precision),
         on_round=on_round,
     )
-    results = {peer: peer_result(case, samples, peer) for peer in samples}
+    results = {peer: peer_result(case, samples, peer, settings.precision) for peer in samples}
     return Measurement(
         case=case.name,
         base=case.base,
@@ -110,10 +110,11 @@ def is_precise(samples: Samples, base: str, precision: float) -> bool:
     return all(x.half_width <= precision * max(1.0, x.value) for x in intervals)
 
 
-def peer_result(case: Case, samples: Samples, peer: str) -> PeerResult:
+def peer_result(case: Case, samples: Samples, peer: str, precision: float) -> PeerResult:
     """The ratio of a peer to the base, and whether it can only be noise."""
     ratio = ratio_interval(samples, peer, case.base)
-    noise = peer in case.at_least_base and ratio.high < 1
+    faster = ratio.high < 1 or ratio.value < 1 - precision
+    noise = peer in case.at_least_base and faster
     return PeerResult(median(samples[peer]), *ratio, noise=noise)
 
 

@@ -173,8 +173,8 @@ def _bench_files(root: Path) -> dict[str, str]:
         if isinstance(content, dict) and {"limits", "benchmarks", "environment"} <= set(content):
             name = str(path.relative_to(results))
             found[name] = bench_details(content)
-            for row in content["rows"]:
-                found[f"{name}#{row['name']}"] = bench_details({**content, "rows": [row]})
+            for one in content["benchmarks"]:
+                found[f"{name}#{one['name']}"] = bench_details({**content, "benchmarks": [one]})
             found[f"{name}:machine"] = bench.about(content)
     return found
 

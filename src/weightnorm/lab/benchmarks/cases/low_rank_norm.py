@@ -32,6 +32,4 @@ def cases(settings: Settings) -> Iterator[Case]:
     yield Case(f"{size}×{size}, rank {rank}", peers, NAIVE, (AtMost(OURS, 0.7, NAIVE),))
 
 
-BENCHMARK = Benchmark(
-    "low-rank-norm", "‖W + s·B·A‖ per row, forward and backward", cases
-)
+BENCHMARK = Benchmark("low-rank-norm", "‖W + s·B·A‖ per row, forward and backward", cases)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-# The profiler logs every start and stop to stderr. It reads this when it is first used.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
@@ -20,7 +18,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    cpu = [ProfilerActivity.CPU]
+    with _stderr_discarded(), profile(activities=cpu, profile_memory=True) as profiled:
         call()
     recorded = profiled.profiler.kineto_results.events()
     changes = [event for event in recorded if event.name() == "[memory]"]
@@ -29,3 +28,16 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         allocated += change.nbytes()
         peak = max(peak, allocated)
     return peak
+
+
+@contextmanager
+def _stderr_discarded() -> Iterator[None]:
+    """Discard what is written to file descriptor 2: the profiler logs there from C++."""
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)

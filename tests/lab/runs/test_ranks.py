@@ -100,28 +100,28 @@ def test_lost_rank_ends_the_run_and_the_same_command_resumes_it(tmp_path, machin
     wait_for(lambda: list(runs.rglob(checkpoint)), 240)
     began = time.monotonic()
     os.kill(only.ranks()[1], signal.SIGKILL)
-    code, said = only.end()
-    assert code == 1, said
+    code, output = only.end()
+    assert code == 1, output
     assert time.monotonic() - began < WAIT_SECONDS
-    assert re.search(r"failed .*: rank 0 of 2 failed waiting for .*another rank died", said)
-    assert "start all ranks again with the same command to continue" in said
+    assert re.search(r"failed: .*: rank 0 of 2 failed waiting for .*another rank died", output)
+    assert "start all ranks again with the same command to continue" in output
 
     port, before = free_port(), (run_folder(runs) / checkpoint).stat().st_mtime_ns
     first, second = machine(2, port, *words), machine(2, port, *words)
     wait_for(lambda: (run_folder(runs) / checkpoint).stat().st_mtime_ns > before, 240)
     began = time.monotonic()
     second.lose()
-    code, said = first.end()
-    assert code == 1, said
+    code, output = first.end()
+    assert code == 1, output
     assert time.monotonic() - began < WAIT_SECONDS
-    assert "failed waiting for" in said
+    assert "failed waiting for" in output
 
     port = free_port()
     nodes = machine(2, port, *words), machine(2, port, *words)
     assert [node.end()[0] for node in nodes] == [0, 0]
-    spread_record = load_record(run_folder(runs))
-    assert [session["ranks"] for session in spread_record.sessions] == [2, 2, 2]
-    assert [row["epoch"] for row in spread_record.metrics] == [1, 2, 3, 4]
+    record = load_record(run_folder(runs))
+    assert [session["ranks"] for session in record.sessions] == [2, 2, 2]
+    assert [row["epoch"] for row in record.metrics] == [1, 2, 3, 4]
 
     whole = tmp_path / "undisturbed"
     spread(2, "run", "classify", "--preset", "demo", *WORDS, "--runs", whole)
@@ -130,9 +130,9 @@ def test_lost_rank_ends_the_run_and_the_same_command_resumes_it(tmp_path, machin
 
 def test_batch_norm_on_several_cpus_is_refused(tmp_path, machine):
     words = ("--parameterization", "batch-norm", "--runs", tmp_path)
-    code, said = machine(1, free_port(), *words).end()
+    code, output = machine(1, free_port(), *words).end()
     assert code != 0
-    assert "torch synchronizes batch norm on GPUs only" in said
+    assert "torch synchronizes batch norm on GPUs only" in output
 
 
 @pytest.mark.parametrize(

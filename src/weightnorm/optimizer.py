@@ -13,7 +13,8 @@ parameters averages w, and a row that becomes exactly zero loses its direction.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,25 @@ Where = Callable[[str, nn.Module], bool]
 Dim = int | Literal["auto"] | None
 ROLES = ("directions", "lengths", "others")
 DECAYS = ("parts", "w", "g", None)
+_NOT_OPTIONS = ("params", "param_names", *ROLES)
+
+
+@dataclass
+class _Bucket:
+    """Parameters that form one parameter group of an inner optimizer.
+
+    g has no group of its own where another one of the same optimizer has the same options:
+    torch.distributed.checkpoint flattens no group without parameters of the model.
+    """
+
+    settings: dict[str, Any]
+    decays: bool
+    """Whether the inner optimizer's weight decay acts on it."""
+    roles: list[str] = field(default_factory=list)
+    shown: list[nn.Parameter] = field(default_factory=list)
+    """The model's parameters, for those who read our groups."""
+    moved: list[nn.Parameter] = field(default_factory=list)
+    """What the inner optimizer gets."""
 
 
 class WeightNormOptimizer(torch.optim.Optimizer):
@@ -133,36 +153,59 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         weight_decay_on: str | None,
     ) -> None:
         """Make the inner optimizers, and one of our groups for each of theirs."""
-        owner = {r: r if r in factories else "directions" for r in ("all", *ROLES)}
+        owner = {role: role if role in factories else "directions" for role in ROLES}
         if "lengths" in factories and "others" not in factories:
             owner["others"] = "lengths"
-        # Most optimizers do the same with more groups, but LBFGS takes one.
-        split = len(factories) > 1 or weight_decay_on != "parts"
-        plans: dict[str, list[tuple[str, dict[str, Any], list[Any]]]] = {r: [] for r in factories}
+        plans: dict[str, list[_Bucket]] = {name: [] for name in factories}
         for group in self.param_groups:
-            for role, shown, moved in self._by_role(group["params"], found, split):
-                settings = {k: v for k, v in group.items() if k not in ("params", *ROLES)}
-                settings.pop("param_names", None)
-                settings.update(group.get(role, {}))
-                plans[owner[role]].append((role, {**settings, "params": moved}, shown))
-        _check_matrices(matrices, plans["directions"])
+            buckets: dict[tuple[str, bool, str], _Bucket] = {}
+            for role in ROLES:
+                decays = weight_decay_on == "parts" or role in (
+                    "others",
+                    "lengths" if weight_decay_on == "g" else "",
+                )
+                key = owner[role], decays, role if role in group else ""
+                if key not in buckets:
+                    settings = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
+                    buckets[key] = _Bucket({**settings, **group.get(role, {})}, decays)
+                buckets[key].roles.append(role)
+            by_role = {role: bucket for bucket in buckets.values() for role in bucket.roles}
+            for p in group["params"]:
+                if (weight := found.get(p)) is None:
+                    by_role["others"].shown.append(p)
+                    by_role["others"].moved.append(p)
+                    continue
+                by_role["lengths"].moved += [weight.g] if self._train_g else []
+                by_role["directions"].moved += weight.directions
+                by_role["directions"].shown.append(p)
+            for (name, _, _), bucket in buckets.items():
+                plans[name] += [bucket] if bucket.moved else []
+        if matrices and any(p.ndim != 2 for bucket in plans["directions"] for p in bucket.moved):
+            raise ValueError(
+                "the optimizer of the directions moves matrices only; give g and all other "
+                "parameters another one: lengths=functools.partial(torch.optim.AdamW, lr=…)"
+            )
         self._inner: list[torch.optim.Optimizer] = []
         self._slots: list[tuple[int, int]] = []
         self._group_of: dict[nn.Parameter, int] = {}
         self.param_groups = []
-        for role, plan in plans.items():
+        for name, plan in plans.items():
             if not plan:
                 continue
-            inner = factories[role]([group for _, group, _ in plan])
+            inner = factories[name](
+                [{**bucket.settings, "params": bucket.moved} for bucket in plan]
+            )
             if not isinstance(inner, torch.optim.Optimizer):
                 raise TypeError(f"expected an optimizer's class, got {type(inner).__name__}")
             self._inner.append(inner)
-            for i, (part, _, shown) in enumerate(plan):
-                _place_decay(inner.param_groups[i], part, weight_decay_on)
-                if part in ("all", "directions"):
-                    self._group_of.update({p: len(self.param_groups) for p in shown if p in found})
+            for i, (bucket, group) in enumerate(zip(plan, inner.param_groups, strict=True)):
+                if not bucket.decays:
+                    _move_decay(group, weight_decay_on)
+                if "directions" in bucket.roles:
+                    number = len(self.param_groups)
+                    self._group_of.update({p: number for p in bucket.shown if p in found})
                 self._slots.append((len(self._inner) - 1, i))
-                self.param_groups.append({"params": shown, **_settings(inner.param_groups[i])})
+                self.param_groups.append({"params": bucket.shown, **_settings(group)})
             self.defaults = {**inner.defaults, **self.defaults}
         if len(self._inner) > 1 and any(isinstance(o, torch.optim.LBFGS) for o in self._inner):
             raise ValueError(
@@ -170,33 +213,6 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 "optimizers; use it for all parameters: WeightNormOptimizer(model, LBFGS)"
             )
         self._ids = [id(p) for p in self._parameters()]
-
-    def _by_role(
-        self, params: Sequence[nn.Parameter], found: dict[nn.Parameter, InPlaceWeight], split: bool
-    ) -> Iterator[tuple[str, list[nn.Parameter], list[nn.Parameter]]]:
-        """(role, the model's parameters, what the inner optimizer moves), none of it empty."""
-        moved: dict[str, list[nn.Parameter]] = {role: [] for role in ROLES}
-        together: list[nn.Parameter] = []
-        for p in params:
-            if (weight := found.get(p)) is None:
-                moved["others"].append(p)
-                together.append(p)
-                continue
-            g = [weight.g] if self._train_g else []
-            moved["directions"] += weight.directions
-            moved["lengths"] += g
-            together += [*g, *weight.directions]
-        if not split:
-            yield "all", list(params), together
-            return
-        shown = {
-            "directions": [p for p in params if p in found],
-            "lengths": [],  # g is not a parameter of the model
-            "others": moved["others"],
-        }
-        for role in ROLES:
-            if moved[role]:
-                yield role, shown[role], moved[role]
 
     def parts(self) -> dict[str, Parts]:
         """v and g of every normalized weight, by its name in the model."""
@@ -357,10 +373,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         found = {weight.weight: weight for weight in self._weights}
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for p in self._parameters():
-            if p in found:
-                states[p] = _pack(found[p], kept)
-            elif kept.get(p):
-                states[p] = kept[p]
+            states[p] = _pack(found[p], kept) if p in found else kept.get(p, {})
         return states
 
     def state_dict(self) -> dict[str, Any]:
@@ -539,19 +552,16 @@ def _check_options(
         )
 
 
-def _place_decay(group: dict[str, Any], role: str, weight_decay_on: str | None) -> None:
-    """Let weight decay act on the parts that it is meant for."""
-    if weight_decay_on == "parts" or role == "others":
-        return
+def _move_decay(group: dict[str, Any], weight_decay_on: str | None) -> None:
+    """Let the inner optimizer's weight decay act on none of this group."""
     if "weight_decay" not in group:
         raise ValueError(
             f"weight_decay_on={weight_decay_on!r} needs an optimizer with `weight_decay`; it has "
             f"{sorted(_settings(group))}"
         )
-    if weight_decay_on == "w" and role == "directions":
+    if weight_decay_on == "w":
         group["weight_decay_on_w"] = group["weight_decay"]
-    if weight_decay_on != "g" or role != "lengths":
-        group["weight_decay"] = 0.0
+    group["weight_decay"] = 0.0
 
 
 def _moves_matrices(inner: Factory) -> bool:
@@ -559,14 +569,6 @@ def _moves_matrices(inner: Factory) -> bool:
     made = inner.func if isinstance(inner, functools.partial) else inner
     muon = getattr(torch.optim, "Muon", None)
     return muon is not None and isinstance(made, type) and issubclass(made, muon)
-
-
-def _check_matrices(matrices: bool, plan: list[tuple[str, dict[str, Any], list[Any]]]) -> None:
-    if matrices and any(p.ndim != 2 for _, group, _ in plan for p in group["params"]):
-        raise ValueError(
-            "the optimizer of the directions moves matrices only; give g and all other parameters "
-            "another one: lengths=functools.partial(torch.optim.AdamW, lr=…)"
-        )
 
 
 def _stacked(layer: nn.Module, name: str) -> int:

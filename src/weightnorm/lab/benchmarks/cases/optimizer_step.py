@@ -1,76 +1,186 @@
-"""A training step with weight norm in the optimizer and in the modules."""
+"""Row 8: the optimizer form beside the module form, plain Adam and Muon.
+
+Whole training steps, the optimizer's step alone, and the memory that a step takes.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightnorm import WeightNormOptimizer
-from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings, Summary, Work
+from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting, Work
 from weightnorm.lab.benchmarks.cases.vocoder import CHANNELS, Residuals
-from weightnorm.lab.benchmarks.goals import AtMost
-from weightnorm.lab.benchmarks.peers import NORMALIZATIONS, OURS, PLAIN, build
+from weightnorm.lab.benchmarks.goals import AtMost, CopiesAtMost
+from weightnorm.lab.benchmarks.interleaved import Call
+from weightnorm.lab.benchmarks.peak_memory import peak_bytes
+from weightnorm.lab.benchmarks.peers import FLAVOURS, OURS, PLAIN, flavour
 from weightnorm.lab.benchmarks.roofline import operations
-from weightnorm.lab.interleaved import Call
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
+from weightnorm.layers import chosen_weights
 
 MODULE, OPTIMIZER = "module form", "optimizer form"
+MUON, MUOWN = "Muon", "optimizer form, Muon"
+FUSED = "fused Adam"
+
+adam = partial(torch.optim.Adam, lr=1e-3, fused=True)
+muon = partial(torch.optim.Muon, lr=1e-3, weight_decay=0.0)
 
 
-def steps(
-    make: Callable[[], nn.Module], loss: Callable[[nn.Module], Tensor], device: torch.device
-) -> dict[str, Call]:
-    """Training steps with Adam, in each form."""
+@dataclass(frozen=True)
+class Workload:
+    """A network, its loss, and how much slower than plain Adam the optimizer form may be."""
 
-    def step(name: str) -> Call:
-        model = build(make, NORMALIZATIONS[OURS if name == MODULE else PLAIN], device)
-        optimizer: torch.optim.Optimizer
-        if name == OPTIMIZER:
-            optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=1e-3)
-        else:
-            optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-        def run() -> None:
-            optimizer.zero_grad()
-            loss(model).backward()
-            optimizer.step()
-
-        return run
-
-    return {name: step(name) for name in (PLAIN, MODULE, OPTIMIZER)}
+    make: Callable[[], nn.Module]
+    loss: Callable[[nn.Module], Tensor]
+    limit: float
+    bound: str = "convolution"
+    """What its passes are bound by."""
+    rounds: int | None = None
 
 
-def cases(settings: Settings) -> Iterator[Case]:
-    x = torch.randn(settings.size(100, 4), 3, 32, 32, device=settings.device)
-    y = torch.arange(len(x), device=settings.device) % 10
-    width, layers = settings.size(0.25, 0.03), settings.size(60, 2)
-    signal = torch.randn(4, CHANNELS, settings.size(512, 16), device=settings.device)
-    workloads: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] = {
-        "ConvPool-CNN-C at ¼ width": (
+class MuonOfMatrices:
+    """Muon on every weight as a matrix, Adam on the rest: what Muon alone costs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        weights = {module._parameters[name] for _, module, name in chosen_weights(model)}
+        self.weights = [p for p in model.parameters() if p in weights]
+        self.matrices = [nn.Parameter(p.detach().flatten(1)) for p in self.weights]
+        self.muon = muon(self.matrices)
+        self.adam = adam([p for p in model.parameters() if p not in weights])
+
+    def step(self) -> None:
+        for weight, matrix in zip(self.weights, self.matrices, strict=True):
+            matrix.grad = None if weight.grad is None else weight.grad.flatten(1)
+        self.muon.step()
+        self.adam.step()
+
+
+def optimizer_of(name: str, model: nn.Module) -> MuonOfMatrices | torch.optim.Optimizer:
+    if name == MUON:
+        return MuonOfMatrices(model)
+    if name == MUOWN:
+        return WeightNormOptimizer(model, muon, lengths=adam)
+    return WeightNormOptimizer(model, adam) if name == OPTIMIZER else adam(model.parameters())
+
+
+def training_step(workload: Workload, name: str, device: torch.device) -> Call:
+    """Passes and a step of the named optimizer."""
+    model = flavour(workload.make, FLAVOURS[OURS if name == MODULE else PLAIN], device)
+    optimizer = optimizer_of(name, model)
+
+    def run() -> None:
+        model.zero_grad()
+        workload.loss(model).backward()
+        optimizer.step()
+
+    return run
+
+
+def step_alone(make: Callable[[], nn.Module], name: str, device: torch.device) -> Call:
+    """A step of the optimizer on gradients that are there already."""
+    model = flavour(make, FLAVOURS[PLAIN], device)
+    optimizer = optimizer_of(name, model)
+    gradients = [torch.randn_like(p) for p in model.parameters()]
+
+    def run() -> None:
+        for p, grad in zip(model.parameters(), gradients, strict=True):
+            p.grad = grad
+        optimizer.step()
+
+    return run
+
+
+def transformer_block(width: int) -> nn.Module:
+    return nn.TransformerEncoderLayer(width, 16, 4 * width, dropout=0.0, batch_first=True)
+
+
+def largest_group(model: nn.Module) -> int:
+    """Bytes of the weights of equal shape that take most memory."""
+    sizes: Counter[torch.Size] = Counter()
+    for p in model.parameters():
+        sizes[p.shape] += p.numel() * p.element_size()
+    return max(sizes.values())
+
+
+def workloads(setting: Setting) -> dict[str, Workload]:
+    x = torch.randn(setting.size(100, 4), 3, 32, 32, device=setting.device)
+    y = torch.arange(len(x), device=setting.device) % 10
+    width, layers = setting.size(0.25, 0.03), setting.size(60, 2)
+    signal = torch.randn(4, CHANNELS, setting.size(512, 16), device=setting.device)
+    model_width = setting.size(1024, 32)
+    tokens = torch.randn(setting.size(8, 1), setting.size(256, 4), model_width)
+    tokens = tokens.to(setting.device)
+    return {
+        "ConvPool-CNN-C, a quarter of its width, batch of 100": Workload(
             lambda: ConvPoolCNN(lambda layer: layer, width=width),
             lambda model: F.cross_entropy(model(x), y),
+            limit=1.02,
         ),
-        "60 small conv1d layers": (
+        "transformer block, width 1024, 2048 tokens": Workload(
+            lambda: transformer_block(model_width),
+            lambda model: model(tokens).square().mean(),
+            limit=1.03,
+            bound="matrix",
+            rounds=setting.size(5, 1),
+        ),
+        "60 small conv1d layers": Workload(
             lambda: Residuals(layers),
             lambda model: model(signal).square().mean(),
+            limit=1.05,
         ),
     }
-    for name, (make, loss) in workloads.items():
-        peers = steps(make, loss, settings.device)
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    device = setting.device
+    found = workloads(setting)
+    for name, workload in found.items():
+        peers = {
+            each: training_step(workload, each, device)
+            for each in (PLAIN, MODULE, OPTIMIZER, MUON, MUOWN)
+        }
         yield Case(
             name,
             peers,
             base=PLAIN,
-            goals=(AtMost(OPTIMIZER, 1.0, MODULE),),
-            work=Work(operations(peers[PLAIN]), "convolution", OPTIMIZER),
-            summary=(Summary(f"optimizer form, {name}", OPTIMIZER),),
-            at_least_base=(MODULE, OPTIMIZER),
+            goals=(AtMost(OPTIMIZER, workload.limit, PLAIN), AtMost(OPTIMIZER, 1.0, MODULE)),
+            work=Work(operations(peers[PLAIN]), workload.bound, OPTIMIZER),
+            rounds=workload.rounds,
+        )
+    for name, workload in found.items():
+        alone = {each: step_alone(workload.make, each, device) for each in (FUSED, OPTIMIZER)}
+        yield Case(f"step alone: {name}", alone, base=FUSED, goals=(AtMost(OPTIMIZER, 2.5, FUSED),))
+    for name, workload in found.items():
+        alone = {each: step_alone(workload.make, each, device) for each in (FUSED, OPTIMIZER)}
+        for call in alone.values():
+            call()  # the inner optimizers' state is not counted
+        yield Case(
+            f"peak memory of a step: {name}",
+            {each: memory_of(call, device) for each, call in alone.items()},
+            base=FUSED,
+            goals=(
+                CopiesAtMost(
+                    OPTIMIZER,
+                    1.0,
+                    FUSED,
+                    largest_group(workload.make()),
+                    "the largest group of equal shape",
+                ),
+            ),
+            unit="B",
+            rounds=1,  # the same bytes every time
         )
 
 
-BENCHMARK = Benchmark(
-    "optimizer", "Training step, weight norm in the modules or the optimizer", cases
-)
+def memory_of(call: Call, device: torch.device) -> Call:
+    return lambda: float(peak_bytes(call, device))
+
+
+ROW = Row("optimizer", "Training step, v and g in the modules or in the optimizer", cases)

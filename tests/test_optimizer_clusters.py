@@ -1,0 +1,187 @@
+"""The optimizer form on several ranks: separate optimizers, Muon, every way of sharding a unit."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ranks import on_ranks
+from weightnorm import WeightNormOptimizer
+
+pytestmark = pytest.mark.xdist_group("clusters")  # which share their processes
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv1d(3, 5, 3), nn.ConvTranspose1d(5, 4, 3, groups=1), nn.Flatten(), nn.Linear(32, 6)
+    ).to(dtype)
+
+
+def advance(model, optimizer, steps):
+    for i in steps:
+        for p in model.parameters():
+            p.grad = torch.cos(3 * p.detach() + i)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def outcome(model, optimizer):
+    return {
+        "weights": {name: full(p) for name, p in model.state_dict().items()},
+        "g": {name: full(both.g) for name, both in optimizer.parts().items()},
+        "v": {name: full(both.v) for name, both in optimizer.parts().items()},
+    }
+
+
+adam = partial(torch.optim.Adam, lr=0.01)
+FORMS = {
+    "separate": lambda m: WeightNormOptimizer(
+        m, torch.optim.SGD, lr=0.1, momentum=0.9, lengths=adam
+    ),
+    "muon": lambda m: WeightNormOptimizer(
+        m, torch.optim.Muon, lr=0.02, lengths=adam, where=lambda n, _: n != "1"
+    ),
+    "retracted": lambda m: WeightNormOptimizer(
+        m, torch.optim.SGD, lr=0.1, dim=None, train_g=False, retract=True, normalize_update=True
+    ),
+    "decay on w": lambda m: WeightNormOptimizer(
+        m, torch.optim.AdamW, lr=0.01, weight_decay_on="w", scale="log"
+    ),
+    "bfloat16": lambda m: WeightNormOptimizer(m, torch.optim.SGD, lr=0.01, momentum=0.9),
+}
+DTYPES = {"bfloat16": torch.bfloat16, "muon": torch.float32}
+
+
+def made(form, wrap=lambda model: model):
+    model = wrap(network(DTYPES.get(form, torch.float64)))
+    return model, FORMS[form](model)
+
+
+def sharded(model):
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def forms(rank, folder):
+    """Four steps; and two, saved, and two more after loading."""
+    results, world = {}, dist.get_world_size()
+    for form in FORMS:
+        pair = made(form, sharded)
+        advance(*pair, range(4))
+        results[form] = outcome(*pair)
+        for flat in (False, True):
+            options = StateDictOptions(flatten_optimizer_state_dict=flat)
+            place = f"{folder}/{form}-{flat}"
+            if world == 2:
+                first = made(form, sharded)
+                advance(*first, range(2))
+                dcp.save(
+                    dict(enumerate(get_state_dict(*first, options=options))), checkpoint_id=place
+                )
+            other = made(form, sharded)
+            advance(*other, range(7, 9))  # to be overwritten
+            states = dict(enumerate(get_state_dict(*other, options=options)))
+            dcp.load(states, checkpoint_id=place)
+            set_state_dict(
+                *other, model_state_dict=states[0], optim_state_dict=states[1], options=options
+            )
+            advance(*other, range(2, 4))
+            results[f"{form} resumed {flat}"] = outcome(*other)
+    return results
+
+
+def placements(rank, folder):
+    """Weights cut along any axis, on a mesh of one or two dimensions."""
+    world, results = dist.get_world_size(), {}
+    meshes = [init_device_mesh("cpu", (world,))]
+    if world == 4:
+        meshes.append(init_device_mesh("cpu", (2, 2)))
+    layers = {
+        "linear": lambda: nn.Linear(6, 5),
+        "transposed": lambda: nn.ConvTranspose1d(6, 4, 3),
+        "grouped": lambda: nn.ConvTranspose1d(6, 6, 3, groups=3),
+    }
+    for mesh in meshes:
+        for name, make in layers.items():
+            for axis in (Shard(0), Shard(1), Replicate()):
+                for dim in ("auto", None):
+                    torch.manual_seed(0)
+                    plain, spread = make().double(), make().double()
+                    places = [axis, Shard(0)][: mesh.ndim]
+                    for key, p in list(plain.named_parameters()):
+                        here = places if key == "weight" else [Replicate()] * mesh.ndim
+                        spread.register_parameter(
+                            key, nn.Parameter(distribute_tensor(p.detach().clone(), mesh, here))
+                        )
+                    pair = []
+                    for layer in (plain, spread):
+                        optimizer = WeightNormOptimizer(
+                            layer, torch.optim.SGD, lr=0.1, momentum=0.9, dim=dim
+                        )
+                        advance(layer, optimizer, range(3))
+                        pair.append(full(layer.weight))
+                    results[f"{name} {places} {dim} on {mesh.ndim}"] = tuple(pair)
+    return results
+
+
+def refused(rank, folder):
+    model = nn.MultiheadAttention(8, 2)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError) as error:
+        WeightNormOptimizer(model, torch.optim.Muon, lr=0.1, lengths=adam)
+    return str(error.value)
+
+
+def everything(rank, folder):
+    return forms(rank, folder), placements(rank, folder), refused(rank, folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def on_two(folder):
+    return on_ranks(2, everything, folder)
+
+
+@pytest.fixture(scope="module")
+def on_four(folder, on_two):
+    return on_ranks(4, everything, folder)
+
+
+@pytest.mark.parametrize("world", ["on_two", "on_four"])
+@pytest.mark.parametrize("form", FORMS)
+def test_sharded_forms_follow_one_process(request, form, world):
+    pair = made(form)
+    advance(*pair, range(4))
+    expected = outcome(*pair)
+    tolerance = {"bfloat16": 0.02, "muon": 0.02}.get(form, 1e-10)
+    for results, _, _ in request.getfixturevalue(world):
+        for name in (form, f"{form} resumed False", f"{form} resumed True"):
+            torch.testing.assert_close(results[name], expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("world", ["on_two", "on_four"])
+def test_units_on_several_ranks(request, world):
+    for _, results, _ in request.getfixturevalue(world):
+        assert len(results) == (18 if world == "on_two" else 36)
+        for name, (expected, got) in results.items():
+            torch.testing.assert_close(got, expected, msg=lambda said, n=name: f"{n}: {said}")
+
+
+def test_stacked_matrices_that_are_sharded_are_refused(on_two):
+    assert all("in_proj_weight stacks 3 matrices and is sharded" in said for *_, said in on_two)

@@ -15,10 +15,11 @@ Note [cut units]
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from weightnorm.kernels import EPS, unit_shape, wide_dtype
 
 Retract = bool | float | Literal["rms"]
 
-_PIECE = 2**17
+_PIECE = 2**18
 """Elements of a CPU weight that are processed at a time: more would leave the cache in between."""
 
 
@@ -65,12 +66,12 @@ class InPlaceWeight:
         )
         self.directions = self._directions()
         self.bind()
-        norm = self._as_units(self._norm())
+        norm = self.as_units(self._norm())
         self.g, self.norm = nn.Parameter(norm.clone()), norm
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what `bind` finds again, and without process groups."""
-        derived = ("x", "stored", "pieces", "pointer", "index", "cut", "placements")
+        derived = ("x", "stored", "pointer", "index", "cut", "placements")
         return {k: v for k, v in self.__dict__.items() if k not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -143,8 +144,8 @@ class InPlaceWeight:
                 strict=True,
             ):
                 _set_data(matrix, local(memory))
-        self.pointer = self._pointer()
-        self.stored = stored
+        self.pointer, self.stored = local(self.weight).data_ptr(), stored
+        self.strides, self.dtype = stored.stride(), self.weight.dtype
         self.x, self.axes = self._unit_view(stored)
         self.rows = self.dim == 0 and self.axes == (1,) and self.x.is_contiguous()
         kept = [1 if axis in self.axes else size for axis, size in enumerate(self.x.shape)]
@@ -152,7 +153,6 @@ class InPlaceWeight:
             kept[0] = self.groups
         self.kept = torch.Size(kept)
         self.count = self.kept.numel()
-        self.pieces = self._pieces(self.x)
 
     def fan_in(self) -> int:
         """Elements per unit."""
@@ -162,14 +162,17 @@ class InPlaceWeight:
 
     def moved(self) -> bool:
         """Whether the weight lies elsewhere than at the last `bind`."""
-        return self._pointer() != self.pointer
+        weight = local(self.weight)
+        return weight.data_ptr() != self.pointer or weight.dtype is not self.dtype
 
-    def _pointer(self) -> tuple[object, ...]:
-        here = local(self.weight)
-        return here.data_ptr(), here.dtype, here.device, here.stride()
+    def unit_view(self, x: Tensor) -> Tensor:
+        """Something laid out as the weight, so that numbers per unit broadcast to it."""
+        if self.rows and x.is_contiguous():
+            return x if x.ndim == 2 else x.view(self.x.shape)
+        return self._unit_view(x)[0]
 
     def _unit_view(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """x so that numbers per unit broadcast to it, and the axes that a norm runs over."""
+        """The same, and the axes that a norm runs over."""
         if self.index is not None:
             return x, tuple(range(2, x.ndim))
         if self.dim == 0 and x.ndim > 1 and _has_dense_rows(x):
@@ -180,12 +183,6 @@ class InPlaceWeight:
             kept = set() if self.dim is None else {self.dim}
         return x, tuple(axis for axis in range(x.ndim) if axis not in kept)
 
-    def _pieces(self, x: Tensor) -> list[Tensor]:
-        """Rows that fit into the cache, for large weights on a CPU."""
-        if not self.rows or x.device.type != "cpu" or x.numel() <= 2 * _PIECE:
-            return [x]
-        return list(x.split(max(1, _PIECE // x.shape[1])))
-
     def local_grad(self) -> Tensor:
         """The gradient as a tensor that may be overwritten, laid out as the weight."""
         grad = self.weight.grad
@@ -195,9 +192,9 @@ class InPlaceWeight:
                 f"{self.name} has a sparse gradient, but ∇v is dense; build the layer with "
                 "sparse=False or leave it out with `where`"
             )
-        here, like = local(placed_like(grad, self.weight)), self.stored
-        if here.dtype != like.dtype or here.stride() != like.stride() or here.shape != like.shape:
-            here = torch.empty_like(like).copy_(here)
+        here = local(placed_like(grad, self.weight))
+        if here.dtype is not self.stored.dtype or here.stride() != self.strides:
+            here = torch.empty_like(self.stored).copy_(here)
         return here
 
     def _norm(self) -> Tensor:
@@ -223,7 +220,7 @@ class InPlaceWeight:
             return column.view(self.kept)[self.index]
         return column.view(self.kept)
 
-    def _as_units(self, column: Tensor) -> Tensor:
+    def as_units(self, column: Tensor) -> Tensor:
         """A column in the shape of g; sharded if the weight is."""
         if not is_sharded(self.weight):
             return column.view(unit_shape(self.weight.shape, self.dim, self.groups))
@@ -244,7 +241,7 @@ class InPlaceWeight:
 
     def set_gradients(self, grad: Tensor | None, grad_g: Tensor | None) -> None:
         """Hand ∇v and ∇g to the parameters that the inner optimizer moves."""
-        self.g.grad = None if grad_g is None else self._as_units(grad_g)
+        self.g.grad = None if grad_g is None else self.as_units(grad_g)
         if grad is None:
             for direction in self.directions:
                 direction.grad = None
@@ -304,58 +301,67 @@ class InPlaceWeight:
         return Parts(self._like_stored(v), g)
 
 
-class Units:
-    """Numbers per unit of all weights on one device, see Note [one flat vector]."""
+class Part(NamedTuple):
+    """A weight, or rows of a large one, as a batch processes it."""
 
-    def __init__(self, weights: Sequence[InPlaceWeight], log: bool) -> None:
-        self.weights, self.log = list(weights), log
-        first = weights[0].stored
-        self.counts = [w.count for w in weights]
-        self.g, self.norm = (
-            torch.cat([local(t.detach()).reshape(-1, 1).to(first) for t in tensors])
-            for tensors in ([w.g for w in weights], [w.norm for w in weights])
+    number: int
+    """Of the weight."""
+    x: Tensor
+    rows: slice | None
+    """None: all of the weight."""
+
+
+class Batch:
+    """Weights that are processed at a time, and their numbers per unit.
+
+    On a CPU as many as fit into the cache, so that norm, gradient and scaling read them from memory
+    once; on an accelerator all of them, for the fewest kernel launches.
+    """
+
+    def __init__(self, units: Units, parts: list[Part], start: int, counts: list[int]) -> None:
+        self.parts, self.counts = parts, counts
+        self.weights = [units.weights[part.number] for part in parts]
+        self.g, self.norm = (t[start : start + sum(counts)] for t in (units.g, units.norm))
+        self.xs = [part.x for part in parts]
+        self.cut = [i for i, weight in enumerate(self.weights) if weight.cut]
+        self.rows = not self.cut and all(weight.rows for weight in self.weights)
+        first = self.xs[0]
+        self.is_fused = (
+            self.rows
+            and first.device.type in ("cpu", "cuda")
+            and first.dtype in (torch.float32, torch.float64)
+            and all(x.numel() for x in self.xs)
         )
-        for weight, g, norm in zip(weights, self.split(self.g), self.split(self.norm), strict=True):
-            _set_data(weight.g, g.view(local(weight.g).shape))
-            weight.norm = weight._as_units(norm)
+        self.on_cpu = first.device.type == "cpu"
 
-    def split(self, column: Tensor) -> tuple[Tensor, ...]:
-        parts: tuple[Tensor, ...] = column.split(self.counts)
-        return parts
+    def split(self, column: Tensor) -> Sequence[Tensor]:
+        """A column's part for each weight."""
+        return [column] if len(self.counts) == 1 else column.split(self.counts)
 
-    def lengths(self) -> Tensor:
-        """g, signed; eˢ for a log-scale."""
-        return self.g.exp() if self.log else self.g
+    def spread(self, column: Tensor) -> list[Tensor]:
+        """A column's part for each weight, so that it broadcasts to it."""
+        parts = self.split(column)
+        if self.rows:
+            return list(parts)
+        return [weight.spread(part) for weight, part in zip(self.weights, parts, strict=True)]
 
-    def norms(self, active: Sequence[int], otherwise: Tensor) -> Tensor:
-        """‖·‖ of every unit of the active weights as they are now; `otherwise` for the rest."""
-        norm = otherwise.clone() if len(active) < len(self.weights) else torch.empty_like(otherwise)
+    def norms(self) -> Tensor:
+        """‖·‖ of every unit, of the weights as they are now."""
+        norm = torch.empty_like(self.norm)
         columns = self.split(norm)
-        cut = []
-        for i in active:
-            weight, column = self.weights[i], columns[i]
-            if weight.rows and not weight.cut:
-                if len(weight.pieces) == 1:
-                    torch.linalg.vector_norm(weight.x, dim=1, keepdim=True, out=column)
-                else:
-                    parts = column.split(weight.pieces[0].shape[0])
-                    for piece, part in zip(weight.pieces, parts, strict=True):
-                        torch.linalg.vector_norm(piece, dim=1, keepdim=True, out=part)
-                continue
+        if self.rows:
+            for x, column in zip(self.xs, columns, strict=True):
+                torch.linalg.vector_norm(x, dim=1, keepdim=True, out=column)
+            return norm
+        for weight, column in zip(self.weights, columns, strict=True):
             column.copy_(weight.sum(weight.x.square()))
-            if weight.cut:
-                cut.append(i)
-            else:
-                column.sqrt_()
-        self._sum_over_ranks(columns, cut)
-        for i in cut:
-            columns[i].sqrt_()
-        return norm
+        self.sum_over_ranks(columns)
+        return norm.sqrt_()
 
-    def _sum_over_ranks(self, columns: Sequence[Tensor], cut: Sequence[int]) -> None:
+    def sum_over_ranks(self, columns: Sequence[Tensor]) -> None:
         """Σ over the ranks that a unit lies on, see Note [cut units]."""
         by_groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-        for i in cut:
+        for i in self.cut:
             by_groups[self.weights[i].cut].append(columns[i])
         for groups, parts in by_groups.items():
             joined = torch.cat(parts)
@@ -364,18 +370,96 @@ class Units:
             for part, total in zip(parts, joined.split([len(p) for p in parts]), strict=True):
                 part.copy_(total)
 
-    def take_lengths(self, length: Tensor) -> Tensor:
-        """g = ±‖w‖ where a weight was written to; else g as it is, free of w's rounding."""
-        g = self.lengths()
+    def scale(self, factor: Tensor) -> None:
+        """Multiply every unit by its factor."""
+        torch._foreach_mul_(self.xs, self.spread(factor))
+
+    def may_hold_other(self, mask: Tensor) -> bool:
+        """Whether any is false; without reading numbers back from a device, whether it may be."""
+        return not self.on_cpu or torch.compiler.is_compiling() or not bool(mask.all())
+
+
+class Units:
+    """Numbers per unit of all weights on one device, see Note [one flat vector]."""
+
+    def __init__(self, weights: Sequence[InPlaceWeight], log: bool) -> None:
+        # Those that need other formulas or collectives last, so that batches are contiguous.
+        self.weights = sorted(weights, key=lambda w: (bool(w.cut), not w.rows))
+        self.log = log
+        first = self.weights[0].stored
+        self.counts = [w.count for w in self.weights]
+        self.g, self.norm = (
+            torch.cat([local(t.detach()).reshape(-1, 1).to(first) for t in tensors])
+            for tensors in ([w.g for w in self.weights], [w.norm for w in self.weights])
+        )
+        for weight, g, norm in zip(
+            self.weights, self.g.split(self.counts), self.norm.split(self.counts), strict=True
+        ):
+            _set_data(weight.g, g.view(local(weight.g).shape))
+            weight.norm = weight.as_units(norm)
+        self._batches: dict[tuple[int, ...], list[Batch]] = {}
+
+    def batches(self, active: Sequence[int]) -> list[Batch]:
+        """The active weights in batches."""
+        key = tuple(active)
+        if key not in self._batches:
+            if len(self._batches) >= 8:  # other weights have gradients in every step
+                self._batches.clear()
+            self._batches[key] = list(self._find_batches(active))
+        return self._batches[key]
+
+    def _find_batches(self, active: Sequence[int]) -> Iterator[Batch]:
+        starts = [0, *itertools.accumulate(self.counts)]
+        parts: list[Part] = []
+        for i in active:
+            weight, last = self.weights[i], self.weights[parts[-1].number] if parts else None
+            limit = _PIECE if weight.x.device.type == "cpu" and weight.rows else math.inf
+            size = sum(part.x.numel() for part in parts) + weight.x.numel()
+            if last is not None and (
+                parts[-1].number != i - 1
+                or (weight.rows, bool(weight.cut)) != (last.rows, bool(last.cut))
+                or (size > limit and not weight.cut)
+            ):
+                yield self._batch(parts, starts)
+                parts = []
+            if weight.cut or not weight.x.numel() > 2 * limit:
+                parts.append(Part(i, weight.x, None))
+                continue
+            rows = max(1, _PIECE // weight.x.shape[1])
+            for start in range(0, len(weight.x), rows):
+                cut = slice(start, min(start + rows, len(weight.x)))
+                part = Part(i, weight.x[cut], cut)
+                yield Batch(self, [part], starts[i] + start, [cut.stop - cut.start])
+        if parts:
+            yield self._batch(parts, starts)
+
+    def _batch(self, parts: list[Part], starts: list[int]) -> Batch:
+        counts = [self.counts[part.number] for part in parts]
+        return Batch(self, parts, starts[parts[0].number], counts)
+
+    def lengths(self, batch: Batch) -> Tensor:
+        """g, signed; eˢ for a log-scale."""
+        return batch.g.exp() if self.log else batch.g
+
+    def _read_lengths(self, batch: Batch, length: Tensor) -> tuple[Tensor, Tensor]:
+        """(g, ±‖w‖), after weights that were written to and zero rows have been taken care of."""
+        g = self.lengths(batch)
         size = g.abs()
-        same = (length - size).abs() <= 16 * torch.finfo(g.dtype).eps * size
-        g = torch.where(same, g, torch.copysign(length, g))
-        if self.log:
-            tiny = torch.finfo(g.dtype).tiny
-            self.g.copy_(torch.where(same, self.g, length.clamp_min(tiny).log()))
-        else:
-            self.g.copy_(g)
-        return g
+        # Where ‖w‖ is |g| but for rounding, g stays as it is. False for zero rows and NaN.
+        same = (length - size).abs_() < size.sub_(EPS).mul_(16 * torch.finfo(g.dtype).eps)
+        if batch.may_hold_other(same):
+            g = torch.where(same, g, torch.copysign(length, g))
+            if self.log:
+                tiny = torch.finfo(g.dtype).tiny
+                batch.g.copy_(torch.where(same, batch.g, length.clamp_min(tiny).log()))
+            else:
+                batch.g.copy_(g)
+            # A zero row takes the diagonal direction: as if ‖w‖ were 1, with g = 0.
+            zero = length <= EPS
+            for x, weight, mask in zip(batch.xs, batch.weights, batch.spread(zero), strict=True):
+                x.masked_fill_(mask, weight.fan_in() ** -0.5)
+            length.masked_fill_(zero, 1.0)
+        return g, torch.copysign(length, g)
 
     def to_directions(
         self, active: Sequence[int], graded: Sequence[int], *, train_g: bool, project: bool
@@ -386,99 +470,77 @@ class Units:
         """
         for i in active:
             self.weights[i].read_copy()
-        length = self.norms(active, self.lengths().abs())
-        g = self.take_lengths(length)
-        zero = length <= EPS
-        if torch.compiler.is_compiling() or length.device.type != "cpu" or bool(zero.any()):
-            # A zero row takes the diagonal direction: as if ‖w‖ were 1, with g = 0.
-            masks = self.split(zero)
-            for i in active:
-                weight = self.weights[i]
-                weight.x.masked_fill_(weight.spread(masks[i]), weight.fan_in() ** -0.5)
-            length.masked_fill_(zero, 1.0)
-        length = torch.copysign(length, g)
-        if graded:
-            self._gradients(graded, g, length, train_g, project)
-        self._scale(active, self.norm / length)
+        grads = {i: self.weights[i].local_grad() for i in graded}
+        views = {i: self.weights[i].unit_view(grad) for i, grad in grads.items()}
+        grad_g: dict[int, list[Tensor]] = {i: [] for i in graded}
+        for batch in self.batches(active):
+            g, length = self._read_lengths(batch, batch.norms())
+            factor = batch.norm / length
+            here = [
+                views.get(part.number) if part.rows is None else views[part.number][part.rows]
+                for part in batch.parts
+                if part.rows is None or part.number in views
+            ]
+            if any(view is not None for view in here):
+                columns = self._gradients(batch, here, g, length, factor, train_g, project)
+                if self.log and train_g:  # ∇s = g·∇g
+                    columns = [c * each for c, each in zip(columns, batch.split(g), strict=True)]
+                for part, column in zip(batch.parts, columns, strict=False):
+                    if part.number in grad_g:
+                        grad_g[part.number].append(column)
+            batch.scale(factor)
+        for i in graded:
+            columns = grad_g[i] if train_g else []
+            whole = torch.cat(columns) if len(columns) > 1 else columns[0] if columns else None
+            self.weights[i].set_gradients(grads[i], whole)
 
     def _gradients(
-        self, active: Sequence[int], g: Tensor, length: Tensor, train_g: bool, project: bool
-    ) -> None:
-        slope = g / self.norm
-        slopes, lengths = self.split(slope), self.split(length)
-        grads = {i: self.weights[i].local_grad() for i in active}
-        views = {i: self.weights[i]._unit_view(grad)[0] for i, grad in grads.items()}
-        grad_g: dict[int, Tensor] = {}
+        self,
+        batch: Batch,
+        grads: Sequence[Tensor | None],
+        g: Tensor,
+        length: Tensor,
+        factor: Tensor,
+        train_g: bool,
+        project: bool,
+    ) -> Sequence[Tensor]:
+        """Overwrite ∇w by ∇v; returns ∇g of each weight."""
+        if project and batch.is_fused and not torch.compiler.is_compiling():
+            # torch's fused backward pass, with w for v and g·L/‖v‖ for g.
+            gains, lengths, found = batch.split(g / factor), batch.split(length), []
+            for grad, x, gain, norm in zip(grads, batch.xs, gains, lengths, strict=True):
+                if grad is None:
+                    found.append(norm)
+                    continue
+                grad_v, grad_g = torch.ops.aten._weight_norm_interface_backward(
+                    grad, x, gain, norm, 0
+                )
+                grad.copy_(grad_v)
+                found.append(grad_g)
+            return found
+        columns: Sequence[Tensor] = ()
         if project or train_g:
-            fused = [i for i in active if project and self._is_fused(self.weights[i])]
-            if fused:
-                gains = self.split(slope * length)
-                for i in fused:
-                    grad_g[i] = self._fused(self.weights[i], views[i], gains[i], lengths[i])
-            rest = [i for i in active if i not in grad_g]
-            if rest:
-                dot = torch.zeros_like(g)
-                dots = self.split(dot)
-                for i in rest:
-                    dots[i].copy_(self.weights[i].sum(views[i] * self.weights[i].x))
-                self._sum_over_ranks(dots, [i for i in rest if self.weights[i].cut])
-                dot.div_(length)
-                grad_g.update({i: dots[i] for i in rest})
-                along = self.split(dot / length)
-                for i in rest if project else ():
-                    weight = self.weights[i]
-                    views[i].sub_(weight.x * weight.spread(along[i]))
-                    views[i].mul_(weight.spread(slopes[i]))
-        if not project:
-            for i in active:
-                views[i].mul_(self.weights[i].spread(slopes[i]))
-        lengths_of_g = self.split(g) if self.log else ()
-        for i in active:
-            along_g = grad_g.get(i) if train_g else None
-            if along_g is not None and self.log:
-                along_g = along_g * lengths_of_g[i]  # ∇s = g·∇g
-            self.weights[i].set_gradients(grads[i], along_g)
-
-    def _is_fused(self, weight: InPlaceWeight) -> bool:
-        """Whether torch's fused backward pass of weight norm takes this weight."""
-        x = weight.x
-        return (
-            weight.rows
-            and not weight.cut
-            and x.device.type in ("cpu", "cuda")
-            and x.dtype in (torch.float32, torch.float64)
-            and x.numel() > 0
-            and not torch.compiler.is_compiling()
-        )
-
-    def _fused(self, weight: InPlaceWeight, grad: Tensor, gain: Tensor, length: Tensor) -> Tensor:
-        """∇v into the memory of ∇w; returns ∇g. torch's kernel gets w for v, and g·L/‖v‖ for g."""
-        backward = torch.ops.aten._weight_norm_interface_backward
-        if len(weight.pieces) == 1:
-            grad_v, grad_g = backward(grad, weight.x, gain, length, 0)
-            grad.copy_(grad_v)
-            return grad_g  # type: ignore[no-any-return]
-        rows = weight.pieces[0].shape[0]
-        columns = []
-        for piece, part, a, b in zip(
-            weight.pieces, grad.split(rows), gain.split(rows), length.split(rows), strict=True
-        ):
-            grad_v, grad_g = backward(part, piece, a, b, 0)
-            part.copy_(grad_v)
-            columns.append(grad_g)
-        return torch.cat(columns)
-
-    def _scale(self, active: Sequence[int], factor: Tensor) -> None:
-        """Multiply every unit of the active weights by its factor."""
-        factors = self.split(factor)
-        torch._foreach_mul_(
-            [self.weights[i].x for i in active],
-            [self.weights[i].spread(factors[i]) for i in active],
-        )
+            dot = torch.zeros_like(g)
+            columns = batch.split(dot)
+            for grad, x, weight, column in zip(
+                grads, batch.xs, batch.weights, columns, strict=True
+            ):
+                if grad is not None:
+                    column.copy_(weight.sum(grad * x))
+            batch.sum_over_ranks(columns)
+            dot.div_(length)
+        slopes = batch.spread(g / batch.norm)
+        along = batch.spread(dot / length) if project else slopes
+        for grad, x, slope, part in zip(grads, batch.xs, slopes, along, strict=True):
+            if grad is not None:
+                if project:
+                    grad.sub_(x * part)
+                grad.mul_(slope)
+        return columns
 
     def shrink(self, i: int, factor: float) -> None:
         """Multiply g of one weight."""
-        g = self.split(self.g)[i]
+        g = self.g.split(self.counts)[i]
         if self.log:
             g.add_(math.log(factor))
         else:
@@ -496,21 +558,27 @@ class Units:
             return
         now = [self.weights[i].x for i in active]
         torch._foreach_sub_(now, before)
-        step = self.norms(active, self.norm)
-        factor = (self.norm / step).masked_fill_(step == 0, 0.0)
-        for i, part in enumerate(self.split(factor)):
-            part.mul_(rates[i])
-        self._scale(active, factor)
+        for batch in self.batches(active):
+            step = batch.norms()
+            factor = (batch.norm / step).masked_fill_(step == 0, 0.0)
+            for part, column in zip(batch.parts, batch.split(factor), strict=True):
+                column.mul_(rates[part.number])
+            batch.scale(factor)
         torch._foreach_add_(now, before)
 
     def to_weights(self, active: Sequence[int], *, keep_norm: bool) -> None:
         """Overwrite v by w = g·v/‖v‖ (eq. 2), and take over ‖v‖ unless it is retracted."""
-        norm = self.norms(active, self.norm)
-        zero = norm <= EPS
-        factor = (self.lengths() / norm).masked_fill_(zero, 0.0)
-        self._scale(active, factor)
-        if not keep_norm:
-            self.norm.copy_(torch.where(zero, self.norm, norm))
+        for batch in self.batches(active):
+            norm = batch.norms()
+            factor = self.lengths(batch) / norm
+            alive = norm > EPS
+            if batch.may_hold_other(alive):
+                zero = norm <= EPS  # not NaN
+                factor.masked_fill_(zero, 0.0)
+                norm = torch.where(zero, batch.norm, norm)
+            batch.scale(factor)
+            if not keep_norm:
+                batch.norm.copy_(norm)
         for i in active:
             self.weights[i].write_copy()
 

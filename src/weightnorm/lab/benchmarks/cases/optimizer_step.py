@@ -1,4 +1,4 @@
-"""Row 8: the optimizer form beside the module form, plain Adam and Muon.
+"""The optimizer form beside the module form, plain Adam and Muon.
 
 Whole training steps, the optimizer's step alone, and the memory that a step takes.
 """
@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightnorm import WeightNormOptimizer
-from weightnorm.lab.benchmarks.benchmark import Case, Row, Setting, Work
+from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings, Summary, Work
 from weightnorm.lab.benchmarks.cases.vocoder import CHANNELS, Residuals
 from weightnorm.lab.benchmarks.goals import AtMost, CopiesAtMost
-from weightnorm.lab.benchmarks.interleaved import Call
 from weightnorm.lab.benchmarks.peak_memory import peak_bytes
-from weightnorm.lab.benchmarks.peers import FLAVOURS, OURS, PLAIN, flavour
+from weightnorm.lab.benchmarks.peers import NORMALIZATIONS, OURS, PLAIN, build
 from weightnorm.lab.benchmarks.roofline import operations
+from weightnorm.lab.interleaved import Call
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.layers import chosen_weights
 
@@ -42,7 +42,6 @@ class Workload:
     limit: float
     bound: str = "convolution"
     """What its passes are bound by."""
-    rounds: int | None = None
 
 
 class MuonOfMatrices:
@@ -72,7 +71,7 @@ def optimizer_of(name: str, model: nn.Module) -> MuonOfMatrices | torch.optim.Op
 
 def training_step(workload: Workload, name: str, device: torch.device) -> Call:
     """Passes and a step of the named optimizer."""
-    model = flavour(workload.make, FLAVOURS[OURS if name == MODULE else PLAIN], device)
+    model = build(workload.make, NORMALIZATIONS[OURS if name == MODULE else PLAIN], device)
     optimizer = optimizer_of(name, model)
 
     def run() -> None:
@@ -85,7 +84,7 @@ def training_step(workload: Workload, name: str, device: torch.device) -> Call:
 
 def step_alone(make: Callable[[], nn.Module], name: str, device: torch.device) -> Call:
     """A step of the optimizer on gradients that are there already."""
-    model = flavour(make, FLAVOURS[PLAIN], device)
+    model = build(make, NORMALIZATIONS[PLAIN], device)
     optimizer = optimizer_of(name, model)
     gradients = [torch.randn_like(p) for p in model.parameters()]
 
@@ -109,26 +108,25 @@ def largest_group(model: nn.Module) -> int:
     return max(sizes.values())
 
 
-def workloads(setting: Setting) -> dict[str, Workload]:
-    x = torch.randn(setting.size(100, 4), 3, 32, 32, device=setting.device)
-    y = torch.arange(len(x), device=setting.device) % 10
-    width, layers = setting.size(0.25, 0.03), setting.size(60, 2)
-    signal = torch.randn(4, CHANNELS, setting.size(512, 16), device=setting.device)
-    model_width = setting.size(1024, 32)
-    tokens = torch.randn(setting.size(8, 1), setting.size(256, 4), model_width)
-    tokens = tokens.to(setting.device)
+def workloads(settings: Settings) -> dict[str, Workload]:
+    x = torch.randn(settings.size(100, 4), 3, 32, 32, device=settings.device)
+    y = torch.arange(len(x), device=settings.device) % 10
+    width, layers = settings.size(0.25, 0.03), settings.size(60, 2)
+    signal = torch.randn(4, CHANNELS, settings.size(512, 16), device=settings.device)
+    model_width = settings.size(1024, 32)
+    tokens = torch.randn(settings.size(8, 1), settings.size(256, 4), model_width)
+    tokens = tokens.to(settings.device)
     return {
-        "ConvPool-CNN-C, a quarter of its width, batch of 100": Workload(
+        "ConvPool-CNN-C at ¼ width": Workload(
             lambda: ConvPoolCNN(lambda layer: layer, width=width),
             lambda model: F.cross_entropy(model(x), y),
             limit=1.02,
         ),
-        "transformer block, width 1024, 2048 tokens": Workload(
+        "transformer block of width 1024": Workload(
             lambda: transformer_block(model_width),
             lambda model: model(tokens).square().mean(),
             limit=1.03,
             bound="matrix",
-            rounds=setting.size(5, 1),
         ),
         "60 small conv1d layers": Workload(
             lambda: Residuals(layers),
@@ -138,22 +136,24 @@ def workloads(setting: Setting) -> dict[str, Workload]:
     }
 
 
-def cases(setting: Setting) -> Iterator[Case]:
-    device = setting.device
-    found = workloads(setting)
+def cases(settings: Settings) -> Iterator[Case]:
+    device = settings.device
+    found = workloads(settings)
     for name, workload in found.items():
-        peers = {
-            each: training_step(workload, each, device)
-            for each in (PLAIN, MODULE, OPTIMIZER, MUON, MUOWN)
-        }
+        names = (PLAIN, MODULE, OPTIMIZER)
+        peers = {each: training_step(workload, each, device) for each in names}
         yield Case(
             name,
             peers,
             base=PLAIN,
             goals=(AtMost(OPTIMIZER, workload.limit, PLAIN), AtMost(OPTIMIZER, 1.0, MODULE)),
             work=Work(operations(peers[PLAIN]), workload.bound, OPTIMIZER),
-            rounds=workload.rounds,
+            summary=(Summary(f"optimizer form, {name}", OPTIMIZER),),
+            at_least_base=(MODULE, OPTIMIZER),
         )
+    for name, workload in found.items():
+        peers = {each: training_step(workload, each, device) for each in (PLAIN, MUON, MUOWN)}
+        yield Case(f"Muon: {name}", peers, base=MUON, at_least_base=(MUOWN,))
     for name, workload in found.items():
         alone = {each: step_alone(workload.make, each, device) for each in (FUSED, OPTIMIZER)}
         yield Case(f"step alone: {name}", alone, base=FUSED, goals=(AtMost(OPTIMIZER, 2.5, FUSED),))
@@ -183,4 +183,6 @@ def memory_of(call: Call, device: torch.device) -> Call:
     return lambda: float(peak_bytes(call, device))
 
 
-ROW = Row("optimizer", "Training step, v and g in the modules or in the optimizer", cases)
+BENCHMARK = Benchmark(
+    "optimizer", "Training step, weight norm in the modules or the optimizer", cases
+)

@@ -439,6 +439,16 @@ def test_sharded_output_replaces_an_earlier_one(tmp_path):
     assert all(torch.equal(read(target)[key], state[key]) for key in state)
 
 
+def test_shards_that_another_index_lists_are_kept(tmp_path):
+    source, target = save(state_of("hook"), tmp_path / SHARDED), tmp_path / "out" / SHARDED
+    convert_file(source, target, "parametrize")
+    second = target.with_name(f"second.{SHARDED}")
+    second.write_bytes(target.read_bytes())
+    expected = read(second)
+    convert_file(source, target, "folded")
+    assert all(torch.equal(read(second)[key], x) for key, x in expected.items())
+
+
 # — malicious pickles —
 
 

@@ -20,7 +20,7 @@ import stat
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -168,10 +168,10 @@ def _write_shards(target: Path, shards: dict[str, list[TensorToWrite]], state: S
 
     Note [the index decides]
         Files that exist keep their content: a shard whose name is taken gets a new one. Until the
-        index is replaced, an earlier output is complete; from then on, the new one is. Shards of
-        the earlier output are deleted last.
+        index is replaced, an earlier output is complete; from then on, the new one is. Shards that
+        only the earlier index lists are deleted last.
     """
-    earlier = _earlier_shards(target)
+    earlier = _listed_shards(target)
     written: dict[str, list[TensorToWrite]] = {}
     try:
         for name, tensors in shards.items():
@@ -190,14 +190,16 @@ def _write_shards(target: Path, shards: dict[str, list[TensorToWrite]], state: S
         for new in written:
             (target.parent / new).unlink(missing_ok=True)
         raise
-    for name in earlier - written.keys():
-        (target.parent / name).unlink(missing_ok=True)
+    others = (path for path in target.parent.glob(f"*{INDEX}") if path.name != target.name)
+    for name in earlier.difference(written, *map(_listed_shards, others)):
+        with suppress(OSError):  # the output is complete
+            (target.parent / name).unlink()
 
 
-def _earlier_shards(target: Path) -> set[str]:
-    """Return the shards of an earlier output; none if there is none that can be read."""
+def _listed_shards(index: Path) -> set[str]:
+    """Return the shards that an index lists; none if there is no index that can be read."""
     try:
-        return set(_read_index(target)[0].values())
+        return set(_read_index(index)[0].values())
     except (FileError, OSError):
         return set()
 

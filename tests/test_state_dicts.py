@@ -398,6 +398,21 @@ def test_loading_a_wrong_value_changes_nothing(value, message):
     assert equal(model.state_dict(), before)
 
 
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_zero_rows_load_as_zero_rows(kind):
+    model = kind(nn.Linear(2, 2))
+    load_state_dict(model, {"weight": torch.tensor([[0.0, 0.0], [3.0, 4.0]])}, strict=False)
+    out = model(torch.eye(2)) - model.bias
+    torch.testing.assert_close(out, torch.tensor([[0.0, 3.0], [0.0, 4.0]]))
+
+
+@pytest.mark.parametrize("kind", [ours, log_scale, torch_parametrize, torch_hook])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_loading_what_has_no_finite_norm_is_refused(kind, value):
+    with pytest.raises(StateDictError, match="weight: ‖w‖ is not finite"):
+        load_state_dict(kind(nn.Linear(2, 2)), {"weight": torch.full((2, 2), value)}, strict=False)
+
+
 def test_negative_g_loads_into_a_log_scale():
     source, target = torch_hook(nn.Linear(3, 4)), log_scale(nn.Linear(3, 4))
     with torch.no_grad():

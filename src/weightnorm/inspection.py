@@ -112,7 +112,9 @@ class NormalizedWeight:
         if isinstance(self.parametrization, WeightNorm):
             g, v = self.parametrization.right_inverse(weight)
             return Parts(v=v, g=g)
-        return Parts(v=weight.clone(), g=torch.norm_except_dim(weight, 2, self._torch_dim))
+        dim, groups = self.axis
+        # torch divides by ‖v‖, so a zero row needs a direction as well.
+        return functional.decompose(weight, dim, groups=groups)
 
     @torch.no_grad()
     def write(self, weight: Tensor) -> None:

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from weightnorm import functional, kernels
+from weightnorm.dtensor import local
 from weightnorm.functional import Parts
 from weightnorm.inspection import NormalizedWeight, find_normalized
 
@@ -211,7 +212,7 @@ def _decompose(path: str, w: Tensor, axis: int | None) -> Parts:
     zero = functional.norm((w != 0).to(w.dtype), axis) == 0
     v = torch.where(functional.per_weight(zero, w, axis, 1), v, w)
     finite = functional.norm(w.isfinite().logical_not().to(w.dtype), axis) == 0
-    if (finite & g.isfinite().logical_not()).any():
+    if bool(local(finite & g.isfinite().logical_not()).any()):
         raise StateDictError(f"{path}: ‖w‖ is too large for {w.dtype}; use a wider type")
     return Parts(v=v, g=g)
 
@@ -547,12 +548,19 @@ def _fit(target: NormalizedWeight, weight: StoredWeight | None, value: Any) -> d
         if target.is_log != weight.is_log:
             g = weight.parts.g if weight.is_log else target.parametrization.stored(g)
     else:
+        if weight is not None:
+            _refuse_narrow(target.path, weight.v, weight.g)
         w = value if weight is None else fold(weight)
         if not _is_real(w):
             kind = w.dtype if isinstance(w, Tensor) else type(w).__name__
             raise StateDictError(f"{target.path} is {kind}; expected a floating-point tensor")
         _check_shape(target.path, w, own_v)
+        _refuse_narrow(target.path, w)
         v, g = target.decomposed(w)
+        if not (g.is_meta or bool(local(g).isfinite().all())):
+            raise StateDictError(
+                f"{target.path}: ‖w‖ is not finite, so w cannot be represented by v and g"
+            )
     g_key, v_key, *mark = _own_keys(target)
     return {g_key: g.reshape(own_g.shape), v_key: v, **{key: torch.tensor(True) for key in mark}}
 
@@ -567,7 +575,7 @@ def _keeps_parts(target: NormalizedWeight, weight: StoredWeight) -> bool:
     if weight.g.shape != g.shape and not (flat and len(_kept_axes(weight, "infer")) == 1):
         return False
     # A log-scale cannot represent a negative g.
-    return not target.is_log or weight.is_log or not bool((weight.g < 0).any())
+    return not target.is_log or weight.is_log or not bool((local(weight.g) < 0).any())
 
 
 def _fold_checked(state: State, weight: StoredWeight) -> Tensor:

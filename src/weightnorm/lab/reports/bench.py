@@ -19,6 +19,7 @@ COLUMNS = {
 }
 """Column of the summary → field of a case's summary that names the implementation."""
 SMALL = 0.1
+NOISE = "noise"
 NO_BREAK = "\N{NO-BREAK SPACE}"
 MARKS = {"met": "✓", "within noise": "~", "missed": "✗"}
 LIMITS = {
@@ -77,15 +78,17 @@ def instructions(environment: Row) -> str:
 
 
 def findings(found: Row) -> tuple[str, ...]:
-    """Summarize the cost of a training step, and how many goals are met."""
+    """Summarize ours beside torch's parametrization and batch norm, and the goals met."""
     sentences = []
-    for benchmark in found["benchmarks"]:
-        if benchmark["name"] == "step":
-            case = benchmark["cases"][0]
-            names = (name for name in case["results"] if name != case["base"])
-            values = [f"{name} {relative(case, name)}" for name in names]
-            title = f"{benchmark['title']}, relative to plain weights"
-            sentences.append(f"{title}: {', '.join(values)}.")
+    for column in ("torch parametrization", "batch norm"):
+        values = [
+            f"{line['work']}: {relative(case, line['ours'])} ({relative(case, other)})"
+            for case, line in _summary_lines(found)
+            if (other := line[COLUMNS[column]]) and relative(case, other) != NOISE
+        ]
+        if values:
+            title = f"Ours relative to plain weights, in parentheses {column}"
+            sentences.append(f"{title}: {'; '.join(values)}.".replace(NO_BREAK, " "))
     counts = Counter(goal["verdict"] for _, _, goal in _goals(found))
     tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
     return (*sentences, f"{sum(counts.values())} goals for cost: {tally}.") if counts else ()
@@ -186,7 +189,7 @@ def relative(case: Row, name: str, digits: int = 2) -> str:
     if name == case["base"]:
         return "1"
     result = case["results"][name]
-    return "noise" if result["noise"] else interval(result, digits)
+    return NOISE if result["noise"] else interval(result, digits)
 
 
 def interval(value: Row, digits: int = 2) -> str:

@@ -153,7 +153,8 @@ def cases(settings: Settings) -> Iterator[Case]:
         )
     for name, workload in found.items():
         peers = {each: training_step(workload, each, device) for each in (PLAIN, MUON, MUOWN)}
-        yield Case(f"Muon: {name}", peers, base=MUON, at_least_base=(MUOWN,))
+        goals = (AtMost(MUOWN, workload.limit, MUON),)
+        yield Case(f"Muon: {name}", peers, base=MUON, goals=goals, at_least_base=(MUOWN,))
     for name, workload in found.items():
         alone = {each: step_alone(workload.make, each, device) for each in (FUSED, OPTIMIZER)}
         yield Case(f"step alone: {name}", alone, base=FUSED, goals=(AtMost(OPTIMIZER, 2.5, FUSED),))

@@ -26,6 +26,7 @@ from weightnorm.lab.claims.claim import (
     weakest,
 )
 from weightnorm.lab.claims.context import Context
+from weightnorm.lab.runs.selection import best_learning_rate
 from weightnorm.lab.statistics import Interval, mean_interval
 
 PARAMETERIZATIONS = ("standard", "weight-norm", "weight-norm-log", "batch-norm")
@@ -123,9 +124,11 @@ def log_verdict(slower: list[Interval], worse: list[Interval]) -> Verdict:
 
 
 def best_rate(losses: list[list[float]]) -> int:
-    """Index of the learning rate with the lowest mean over seeds."""
-    means = [fmean(column) for column in zip(*losses, strict=True)]
-    return means.index(min(means))
+    """Return the index of the best rate, by the rule of `best_learning_rate`."""
+    results = dict(zip(RATES, zip(*losses, strict=True), strict=False))
+    best = best_learning_rate(results)
+    assert best is not None  # a run that breaks off has the loss of chance
+    return RATES.index(best)
 
 
 def final_tables(context: Context) -> dict[str, tuple[Table, Table]]:

@@ -517,6 +517,37 @@ def test_saved_and_loaded_it_goes_on_exactly(inner, options, first):
         assert torch.equal(value, other.state_dict()[key]), key
 
 
+def test_state_saved_before_the_first_step():
+    """Loaded into an optimizer of another start, before and after its first step."""
+    model = network()
+    optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.01)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(3))
+    for steps in (0, 2):
+        other = network()
+        with torch.no_grad():
+            other[0].weight.mul_(3)
+        resumed = WeightNormOptimizer(other, torch.optim.Adam, lr=0.01)
+        train(other, resumed, range(steps))
+        other.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        train(other, resumed, range(3))
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, other.state_dict()[key]), key
+
+
+def test_state_has_the_layout_of_the_inner_optimizer():
+    model = network()
+    optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.01)
+    assert not optimizer.state  # torch.distributed.checkpoint then makes a step to fill it
+    train(model, optimizer, range(2))
+    state = optimizer.state[model[0].weight]
+    assert {"step", "exp_avg", "exp_avg_sq", "g", "v_norm", "g.exp_avg"} <= set(state)
+    assert state["exp_avg"].shape == model[0].weight.shape
+    assert set(optimizer.state[model[0].bias]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
 )

@@ -31,7 +31,7 @@ from weightnorm.kernels import EPS, unit_shape, wide_dtype
 Retract = bool | float | Literal["rms"]
 
 _PIECE = 2**18
-"""Elements of a CPU weight that are processed at a time: more would leave the cache in between."""
+"""Elements that are processed at a time on a CPU: more would leave the cache between passes."""
 
 
 class InPlaceWeight:
@@ -446,7 +446,7 @@ class Units:
         g = self.lengths(batch)
         size = g.abs()
         # Where ‖w‖ is |g| but for rounding, g stays as it is. False for zero rows and NaN.
-        same = (length - size).abs_() < size.sub_(EPS).mul_(16 * torch.finfo(g.dtype).eps)
+        same = (length - size).abs_() < size.sub_(EPS).mul_(64 * torch.finfo(g.dtype).eps)
         if batch.may_hold_other(same):
             g = torch.where(same, g, torch.copysign(length, g))
             if self.log:

@@ -12,7 +12,7 @@ from pretended_device import DEVICE, failures
 from weightnorm import Parameterization
 from weightnorm.lab.data.labelled import Labelled
 from weightnorm.lab.experiments import classify, dqn, draw, vae
-from weightnorm.lab.rl.replay_buffer import Batch
+from weightnorm.lab.rl.replay_buffer import Transitions
 from weightnorm.lab.runs.ranks import Ranks
 from weightnorm.lab.runs.run import Run
 
@@ -102,7 +102,7 @@ def dqn_updates(how):
     frames = images(8, 5, 84, 84)
     actions, rewards, terminal = torch.randint(4, (8,)), torch.randn(8), torch.zeros(8)
     for _ in range(2):
-        agent.update(Batch(frames[:, :-1], actions, rewards, terminal, frames[:, 1:]))
+        agent.update(Transitions(frames[:, :-1], actions, rewards, terminal, frames[:, 1:]))
     agent.update_target()
 
 

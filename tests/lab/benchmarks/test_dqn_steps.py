@@ -19,7 +19,7 @@ from weightnorm.lab.benchmarks.processes import in_processes
 from weightnorm.lab.benchmarks.statistics import Rounds
 from weightnorm.lab.experiments import dqn
 from weightnorm.lab.rl.atari import Atari
-from weightnorm.lab.rl.replay_buffer import Batch
+from weightnorm.lab.rl.replay_buffer import Transitions
 
 
 def test_torch_agent_learns_the_same_as_ours():
@@ -27,7 +27,7 @@ def test_torch_agent_learns_the_same_as_ours():
     config = replace(dqn.PAPER, width=0.125, parameterization=Parameterization.WEIGHT_NORM)
     frames = torch.randint(0, 256, (30, 5, 84, 84), dtype=torch.uint8)
     actions, rewards = torch.randint(0, game.actions, (30,)), torch.randn(30)
-    batch = Batch(frames[:, :-1], actions, rewards, torch.zeros(30), frames[:, 1:])
+    batch = Transitions(frames[:, :-1], actions, rewards, torch.zeros(30), frames[:, 1:])
     losses, values = [], []
     for kind in (dqn.Agent, TorchAgent):
         torch.manual_seed(0)

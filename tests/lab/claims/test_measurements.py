@@ -11,7 +11,7 @@ from weightnorm.lab.claims import cost, covariance, noise, norm_growth, reinforc
 from weightnorm.lab.claims.context import WRAPS, Context, downsampled
 from weightnorm.lab.claims.runner import latest_rows, measure
 from weightnorm.lab.errors import RunError
-from weightnorm.lab.rl.replay_buffer import Batch
+from weightnorm.lab.rl.replay_buffer import Transitions
 
 CONTEXT = Context(quick=True, seeds=(1,))
 
@@ -166,7 +166,7 @@ def test_random_play_fills_the_replay_buffer(tmp_path):
 def test_unexplained_variance():
     """0 if the values equal the targets; large if they are far from them."""
     states, rewards = torch.zeros(3, 4, 84, 84, dtype=torch.uint8), torch.tensor([1.0, 0.0, 0.0])
-    unseen = Batch(states, torch.tensor([0, 1, 0]), rewards, torch.ones(3), states)
+    unseen = Transitions(states, torch.tensor([0, 1, 0]), rewards, torch.ones(3), states)
     config = SimpleNamespace(discount=1)
     agent = SimpleNamespace(target=lambda x: torch.ones(len(x), 2), config=config)
     right = torch.tensor([[1.0, 9.0], [9.0, 0.0], [0.0, 9.0]])

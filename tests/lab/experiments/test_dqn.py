@@ -16,7 +16,7 @@ from weightnorm.lab.experiments.dqn import Agent, epsilon, td_targets
 from weightnorm.lab.rl import episodes
 from weightnorm.lab.rl.atari import Step
 from weightnorm.lab.rl.episodes import Player, epsilon_greedy
-from weightnorm.lab.rl.replay_buffer import Batch, ReplayBuffer
+from weightnorm.lab.rl.replay_buffer import ReplayBuffer, Transitions
 from weightnorm.lab.runs.config import folder
 
 SIDE = 36
@@ -418,5 +418,5 @@ def test_unknown_game_is_refused_with_the_nearest_names(game, near):
 
 def test_batches_move_to_a_device(tmp_path):
     batch = replay_of(tmp_path / "ring", [1, 1]).sample(3).to(torch.device("meta"))
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, Transitions)
     assert all(x.device.type == "meta" for x in vars(batch).values())

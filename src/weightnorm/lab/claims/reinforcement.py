@@ -25,7 +25,7 @@ from weightnorm.lab.claims.claim import (
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.experiments import dqn
 from weightnorm.lab.rl.atari import Atari
-from weightnorm.lab.rl.replay_buffer import Batch, ReplayBuffer
+from weightnorm.lab.rl.replay_buffer import ReplayBuffer, Transitions
 from weightnorm.lab.statistics import Interval, mean_interval
 
 GAME = "space-invaders"
@@ -158,14 +158,14 @@ def random_play(path: Path, steps: int) -> ReplayBuffer:
 
 
 @torch.no_grad()
-def values(agent: dqn.Agent, unseen: Batch) -> Tensor:
+def values(agent: dqn.Agent, unseen: Transitions) -> Tensor:
     """Q of every action in evaluation mode."""
     q: Tensor = agent.actor(unseen.states)
     return q
 
 
 @torch.no_grad()
-def unexplained(agent: dqn.Agent, unseen: Batch, q: Tensor) -> float:
+def unexplained(agent: dqn.Agent, unseen: Transitions, q: Tensor) -> float:
     """Mean (Q − target)² over the variance of the targets."""
     next_q = agent.target(unseen.next_states)
     targets = dqn.td_targets(unseen.rewards, unseen.terminal, next_q, agent.config.discount)

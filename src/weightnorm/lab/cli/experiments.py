@@ -12,10 +12,12 @@ from weightnorm.lab.cli.arguments import parse, split_flags
 from weightnorm.lab.cli.console import OUT, print_line
 from weightnorm.lab.cli.verbs import VERBS
 from weightnorm.lab.errors import UsageError, nearest
-from weightnorm.lab.experiments import classify, dqn, draw, vae
+from weightnorm.lab.experiments import classify, dqn, draw, language, vae
 from weightnorm.lab.runs.config import RunConfig, find_preset
 
-EXPERIMENTS: dict[str, ModuleType] = {module.NAME: module for module in (classify, vae, draw, dqn)}
+EXPERIMENTS: dict[str, ModuleType] = {
+    module.NAME: module for module in (classify, vae, draw, dqn, language)
+}
 
 
 def split_experiment(words: list[str], verb: str) -> tuple[ModuleType, list[str]]:
@@ -62,6 +64,5 @@ def parse_config(module: ModuleType, words: list[str], verb: str) -> Any:
     preset = find_preset(module.PRESETS, name, given.get("--data", ""))
     config: RunConfig = parse(type(preset), words, verb, default=preset)
     if "--learning-rate" not in split_flags(words):
-        rate = module.LEARNING_RATES[config.preset][config.parameterization]
-        config = replace(config, learning_rate=rate)
+        config = replace(config, learning_rate=module.default_learning_rate(config))
     return config

@@ -100,6 +100,11 @@ LEARNING_RATES = {"paper": PAPERS_CHOICE, "cpu": PAPERS_CHOICE, "demo": SAME_RAT
 """On the digits 0.003 is best for the standard parameterization too."""
 
 
+def default_learning_rate(config: Config) -> float:
+    """Return the preset's learning rate for the parameterization."""
+    return LEARNING_RATES[config.preset][config.parameterization]
+
+
 def run(config: Config, console: Console | None = None, data: Labelled | None = None) -> RunRecord:
     """Train and evaluate one network, and return its record. `data` replaces the config's data
     set, for benchmarks on synthetic images."""

@@ -28,7 +28,7 @@ from weightnorm.lab.errors import require
 from weightnorm.lab.models.q_network import QNetwork
 from weightnorm.lab.rl.atari import Atari, Game, rom_paths
 from weightnorm.lab.rl.episodes import Evaluator, InitialBaseline, Player, epsilon_greedy
-from weightnorm.lab.rl.replay_buffer import Batch, ReplayBuffer
+from weightnorm.lab.rl.replay_buffer import ReplayBuffer, Transitions
 from weightnorm.lab.runs.config import RunConfig
 from weightnorm.lab.runs.records import RunRecord
 from weightnorm.lab.runs.run import Run
@@ -161,6 +161,11 @@ ONE_HIGHER = dict.fromkeys(COMPARED, 0.001) | {Parameterization.STANDARD: 0.0003
 LEARNING_RATES = {"paper": PAPERS_CHOICE, "cpu": ONE_HIGHER, "demo": ONE_HIGHER}
 
 
+def default_learning_rate(config: Config) -> float:
+    """Return the preset's learning rate for the parameterization."""
+    return LEARNING_RATES[config.preset][config.parameterization]
+
+
 def run(
     config: Config, console: Console | None = None, game: Callable[[str], Game] = Atari
 ) -> RunRecord:
@@ -265,7 +270,7 @@ class Agent:
         values: Tensor = self.actor(states.to(self.device)).amax(1)
         return values
 
-    def update(self, batch: Batch) -> Tensor:
+    def update(self, batch: Transitions) -> Tensor:
         """Take one optimizer step and return the loss, summed over the batch."""
         batch, (model, target) = batch.to(self.device), self.networks
         with torch.no_grad():

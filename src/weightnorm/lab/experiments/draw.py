@@ -117,6 +117,11 @@ LEARNING_RATES = {
 """The same for both: the paper keeps the rate tuned for the standard parameterization."""
 
 
+def default_learning_rate(config: Config) -> float:
+    """Return the preset's learning rate for the parameterization."""
+    return LEARNING_RATES[config.preset][config.parameterization]
+
+
 def run(config: Config, console: Console | None = None) -> RunRecord:
     """Train and evaluate one model, and return its record."""
     with Run(NAME, config, PRESETS, console, RESULTS) as run:

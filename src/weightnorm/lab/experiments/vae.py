@@ -133,6 +133,11 @@ SIZES = {
 LEARNING_RATES = dict.fromkeys(("paper", "cpu", "demo"), dict.fromkeys(COMPARED, 0.002))
 
 
+def default_learning_rate(config: Config) -> float:
+    """Return the preset's learning rate for the parameterization."""
+    return LEARNING_RATES[config.preset][config.parameterization]
+
+
 def run(config: Config, console: Console | None = None) -> RunRecord:
     """Train and evaluate one auto-encoder, and return its record."""
     with Run(NAME, config, PRESETS, console, RESULTS) as run:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from weightnorm.lab.errors import ReportError
 from weightnorm.lab.files import write_atomically
-from weightnorm.lab.reports import bench, claims, classify, dqn, draw, generic, vae
+from weightnorm.lab.reports import bench, claims, classify, dqn, draw, generic, language, vae
 from weightnorm.lab.reports.document import Section
 from weightnorm.lab.reports.figures import render_figures
 from weightnorm.lab.reports.page import render
@@ -21,6 +21,7 @@ SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {
     "vae": vae.section,
     "draw": draw.section,
     "dqn": dqn.section,
+    "language": language.section,
     "claims": claims.section,
     "bench": bench.section,
 }

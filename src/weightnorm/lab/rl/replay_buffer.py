@@ -33,7 +33,7 @@ from weightnorm.lab.errors import DataError
 
 
 @dataclass(frozen=True)
-class Batch:
+class Transitions:
     """Transitions. The states are valid until the next batch is sampled."""
 
     states: Tensor
@@ -44,9 +44,9 @@ class Batch:
     """1 where the life ended, else 0."""
     next_states: Tensor
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Transitions:
         """Copy the transitions to a device."""
-        return Batch(*(x.to(device) for x in vars(self).values()))
+        return Transitions(*(x.to(device) for x in vars(self).values()))
 
 
 class ReplayBuffer:
@@ -112,14 +112,14 @@ class ReplayBuffer:
         out = torch.empty((1, self.history, *self.frames.shape[1:]), dtype=torch.uint8)
         return self._stack_frames(torch.tensor([self.steps]), out)
 
-    def sample(self, count: int) -> Batch:
+    def sample(self, count: int) -> Transitions:
         """Sample transitions uniformly, with replacement."""
         shape = (count, self.history + 1, *self.frames.shape[1:])
         if self._sampled.shape != shape:
             self._sampled = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin)
         times = torch.randint(max(0, self.steps - self.capacity), self.steps, (count,))
         frames, slots = self._stack_frames(times, self._sampled), times % self.slots
-        return Batch(
+        return Transitions(
             frames[:, :-1],
             self.actions[slots].long(),
             self.rewards[slots],

@@ -79,14 +79,14 @@ def is_number(value: Any) -> bool:
 
 def load_record(folder: Path) -> RunRecord:
     """Read a run's folder. Raises RecordError if its config or result is damaged."""
-    head = _read_json(folder / "config.json")
+    head = read_json(folder / "config.json")
     fields = {"experiment": str, "preset": str, "config": dict}
     if not isinstance(head, dict) or not all(
         isinstance(head.get(name), kind) for name, kind in fields.items()
     ):
         raise RecordError(f"{folder / 'config.json'} is not a run's config")
     path = folder / "result.json"
-    result = _read_json(path) if path.exists() else None
+    result = read_json(path) if path.exists() else None
     diverged = None
     if path.exists():
         if not isinstance(result, dict):
@@ -170,7 +170,7 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     try:
         return _parse(path.read_bytes())
     except FileNotFoundError:

@@ -73,8 +73,9 @@ class Grid:
         jobs: dict[Path, Job] = {}
         for seed, how, *more in product(self.seeds, self.parameterizations, *self.axes.values()):
             base = replace(self.base, **dict(zip(self.axes, more, strict=True)))
-            for rate in self.learning_rates or [defaults[how]]:
-                config = replace(base, parameterization=how, learning_rate=rate, seed=seed)
+            base = replace(base, parameterization=how, seed=seed)
+            for rate in self.learning_rates or [module.default_learning_rate(base)]:
+                config = replace(base, learning_rate=rate)
                 place = folder(self.experiment, config, module.PRESETS)
                 if place in jobs:
                     raise ConfigError(f"two runs of the grid are {place}; give each value once")

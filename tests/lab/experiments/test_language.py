@@ -1,0 +1,148 @@
+"""The language model: its optimizers, its corpus, that it learns, resumes and refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from weightnorm import Parameterization, WeightNormOptimizer
+from weightnorm.lab.data.torch_source import Corpus, trigram_bits_per_byte
+from weightnorm.lab.errors import ConfigError
+from weightnorm.lab.experiments import language
+from weightnorm.lab.experiments.language import PRESETS, RATES, Config
+from weightnorm.lab.models.transformer import Transformer
+from weightnorm.lab.reports.report import sections_of
+
+LINES = b"def f(x):\n    return x + 1\n\nclass A:\n    pass\n\nfor i in range(10):\n    print(i)\n"
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    torch.manual_seed(0)
+    lines = LINES.splitlines(keepends=True)
+    text = b"".join(lines[i] for i in torch.randint(len(lines), (4000,)).tolist())
+    train, test = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (text, text[:9000]))
+    return Corpus(train, test, "digest", "2.13.0")
+
+
+TINY = replace(
+    PRESETS["demo"],
+    epochs=2,
+    steps=3,
+    batch_size=4,
+    context=16,
+    width=16,
+    depth=1,
+    heads=2,
+    eval_texts=8,
+    device="cpu",
+)
+METHODS = {f"{optimizer}-{how}": (optimizer, how) for optimizer, how in RATES}
+
+
+def config(tmp_path, method="adamw-standard", **changes):
+    optimizer, how = METHODS[method]
+    base = replace(TINY, runs=tmp_path, optimizer=optimizer, parameterization=how)
+    return replace(base, learning_rate=language.default_learning_rate(base), **changes)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_and_records(method, tmp_path, corpus):
+    record = language.run(config(tmp_path, method), corpus=corpus)
+    assert len(record.metrics) == 2
+    last = record.metrics[-1]
+    assert last["test_bits_per_byte"] < 8
+    assert last["step_angle"] > 0
+    assert ("v_norm" in last) == ("weight-norm" in method)
+    section = sections_of([record])["language"]
+    assert any("bits per byte" in text for text in section.content[0].findings)
+
+
+def test_retraction_keeps_the_norm_of_v(tmp_path, corpus):
+    growth = {}
+    for retract in (False, True):
+        made = config(tmp_path, "adamw-weight-norm", retract=retract, weight_decay=0.0)
+        first, last = (row["v_norm"] for row in language.run(made, corpus=corpus).metrics)
+        growth[retract] = last / first
+    assert growth[True] == pytest.approx(1, abs=1e-6)
+    assert growth[False] > 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_optimizers_cover_every_parameter_once(method, tmp_path):
+    model = Transformer(16, 1, 2, 16)
+    optimizers = language.build_optimizers(model, config(tmp_path, method))
+    shown = [p for group in language.groups_of(optimizers) for p in group["params"]]
+    assert {id(p) for p in shown} == {id(p) for p in model.parameters()}
+    assert len(shown) == len(list(model.parameters()))
+    normalized = isinstance(optimizers[0], WeightNormOptimizer)
+    assert normalized == ("weight-norm" in method)
+    if normalized:
+        assert set(optimizers[0].parts()) == {
+            f"blocks.0.{name}.weight"
+            for name in ("attention.query", "attention.key", "attention.value", "attention.out",
+                         "up", "down")
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["adamw-weight-norm", "muon-weight-norm", "muon-standard"])
+def test_resume_is_bit_exact(method, tmp_path, corpus, monkeypatch):
+    whole = language.run(config(tmp_path / "whole", method), corpus=corpus)
+    step, calls = language.sample, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return step(*args)
+
+    monkeypatch.setattr(language, "sample", interrupted)
+    made = config(tmp_path / "parts", method)
+    with pytest.raises(KeyboardInterrupt):
+        language.run(made, corpus=corpus)
+    monkeypatch.setattr(language, "sample", step)
+    resumed = language.run(made, corpus=corpus)
+    for a, b in zip(whole.metrics, resumed.metrics, strict=True):
+        assert {**a, "seconds": 0} == {**b, "seconds": 0}
+
+
+def test_it_learns_and_beats_a_trigram_model(tmp_path, corpus):
+    made = config(tmp_path, epochs=4, steps=40, batch_size=16, context=32, width=32)
+    record = language.run(replace(made, learning_rate=0.01, other_learning_rate=0.01), None, corpus)
+    assert record.result["train_bits_per_byte"] < 1.2
+    assert record.result["test_bits_per_byte"] < trigram_bits_per_byte(corpus)
+
+
+def test_another_corpus_is_refused(tmp_path, corpus):
+    made = config(tmp_path)
+    language.run(made, corpus=corpus)
+    (tmp_path / "language").rename(tmp_path / "moved")
+    (folder,) = (tmp_path / "moved").rglob("seed-1")
+    (folder / "result.json").unlink()
+    (tmp_path / "moved").rename(tmp_path / "language")
+    other = replace(corpus, digest="another", version="2.14.0")
+    with pytest.raises(ConfigError, match=r"torch 2\.13\.0; this is 2\.14\.0, which is another"):
+        language.run(made, corpus=other)
+
+
+def test_a_short_corpus_is_refused(tmp_path, corpus):
+    short = replace(corpus, test=corpus.test[:17])
+    with pytest.raises(ConfigError, match="context is 16; expected at most 15: the corpus has"):
+        language.run(config(tmp_path), corpus=short)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parameterization": "batch-norm"}, "parameterization is batch-norm; expected standard"),
+        ({"optimizer": "hyperball", "parameterization": "standard"}, "hyperball fixes the norm"),
+        ({"parameterization": "standard", "retract": True}, "retract is True; expected False"),
+        ({"heads": 7}, "heads is 7; expected a divisor of 192"),
+        ({"width": 18, "heads": 6}, "with heads of an even size"),
+    ],
+)
+def test_impossible_configs(changes, message):
+    if "parameterization" in changes:
+        changes = {**changes, "parameterization": Parameterization(changes["parameterization"])}
+    with pytest.raises(ConfigError, match=message):
+        Config(**changes)

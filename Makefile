@@ -25,7 +25,7 @@ tour: $(READY)
 conformance: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m conformance --write docs/conformance.md
 
-# Measure the cost again, about an hour on an otherwise idle machine, and update the documents.
+# Measure the cost again, up to 90 minutes on an otherwise idle machine, and update the documents.
 bench: $(READY)
 	$(BIN)/weightnorm bench --out docs/results/bench
 	$(BIN)/weightnorm report --docs .

@@ -139,3 +139,8 @@ def test_long_measurement_has_its_own_record(tmp_path):
     assert {len(seeds) for seeds in losses.values()} == {2}
     parts = read_rows(tmp_path / "claims" / "long-quick" / "parts.jsonl")
     assert len(parts) == len({row["part"] for row in parts}) == 2 * 3 * 2 * 3
+    code, _, err = weightnorm("report", tmp_path, "--out", tmp_path / "report")
+    assert code == 0, err
+    figures = [path.stem for path in (tmp_path / "report" / "figures").glob("*.png")]
+    title = "final-training-loss-against-the-learning-rate-digits-ten-epochs"
+    assert figures == [f"claim-long-quick-6-{title}"]  # one figure with two panels

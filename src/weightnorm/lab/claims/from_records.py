@@ -268,16 +268,16 @@ def epoch_reached(runs: Runs, how: str, column: str, sign: float) -> str:
 
 
 def _percent(values: BySeed) -> str:
-    return f"{_mean_and_std([100 * x for x in values.values()])} %"
+    return _mean_and_std([100 * x for x in values.values()], " %")
 
 
-def _mean_and_std(values: list[float]) -> str:
+def _mean_and_std(values: list[float], unit: str = "") -> str:
     finite = [x for x in values if math.isfinite(x)]
     diverged = f", {len(values) - len(finite)} diverged" if len(finite) < len(values) else ""
     if not finite:
         return f"(n = 0{diverged})"
     spread = f" ± {stdev(finite):.2g}" if len(finite) > 1 else ""
-    return f"{fmean(finite):.2f}{spread} (n = {len(finite)}{diverged})"
+    return f"{fmean(finite):.2f}{spread}{unit} (n = {len(finite)}{diverged})"
 
 
 def _listed(outcomes: Mapping[str, Outcome]) -> str:

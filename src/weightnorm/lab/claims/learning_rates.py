@@ -100,7 +100,7 @@ def long_learning_rates(context: Context) -> Measured:
                 for factor in OTHER_FACTORS
             },
         }
-        figures.append(_figure(name, rates[name], losses))
+        figures.append(_figure(context, name, rates[name], losses))
         for how in PARAMETERIZATIONS[1:]:
             wider[f"{how}, {name}"] = difference(decades[how], decades["standard"])
         means = (f"{how} {fmean(x):.2g}" for how, x in decades.items())
@@ -149,8 +149,9 @@ def difference(a: list[float], b: list[float]) -> Interval:
     return mean_interval([x - y for x, y in zip(a, b, strict=True)])
 
 
-def _figure(optimizer: str, rates: tuple[float, ...], losses: Losses) -> Figure:
+def _figure(context: Context, optimizer: str, rates: tuple[float, ...], losses: Losses) -> Figure:
     lines = tuple(series(how, rates, zip(*rows, strict=True)) for how, rows in losses.items())
+    data = "digits" if context.quick else "MNIST"
     return Figure(
         optimizer,
         "learning rate",
@@ -158,5 +159,5 @@ def _figure(optimizer: str, rates: tuple[float, ...], losses: Losses) -> Figure:
         lines,
         log_x=True,
         log_y=True,
-        panels="Final training loss against the learning rate, MNIST, ten epochs",
+        panels=f"Final training loss against the learning rate, {data}, ten epochs",
     )

@@ -430,6 +430,32 @@ def test_closures_and_lbfgs():
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def test_a_closure_may_accumulate():
+    found = []
+    for form in ("closure", "no closure"):
+        model = network()
+        optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+        loss_of(model, 0).backward()
+        if form == "closure":
+            optimizer.step(lambda model=model: loss_of(model, 1).backward())
+        else:
+            loss_of(model, 1).backward()
+            optimizer.step()
+        found.append(model.state_dict())
+    torch.testing.assert_close(*found)
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes():
+    model = network()
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model, 0).backward()
+    model[5].weight.grad = model[5].weight.grad.to_sparse()
+    with pytest.raises(ValueError, match=r"5.weight has a sparse gradient, but ∇v is dense"):
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 def test_schedulers_reach_the_inner_optimizer():
     pairs = both(torch.optim.Adam, lr=0.02)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for _, o in pairs]

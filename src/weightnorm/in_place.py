@@ -183,15 +183,20 @@ class InPlaceWeight:
             kept = set() if self.dim is None else {self.dim}
         return x, tuple(axis for axis in range(x.ndim) if axis not in kept)
 
-    def local_grad(self) -> Tensor:
-        """The gradient as a tensor that may be overwritten, laid out as the weight."""
+    def has_grad(self) -> bool:
+        """Whether there is a gradient; raises if it is sparse."""
         grad = self.weight.grad
-        assert grad is not None
-        if grad.layout is not torch.strided:
+        if grad is not None and grad.layout is not torch.strided:
             raise ValueError(
                 f"{self.name} has a sparse gradient, but ∇v is dense; build the layer with "
                 "sparse=False or leave it out with `where`"
             )
+        return grad is not None
+
+    def local_grad(self) -> Tensor:
+        """The gradient as a tensor that may be overwritten, laid out as the weight."""
+        grad = self.weight.grad
+        assert grad is not None
         here = local(placed_like(grad, self.weight))
         if here.dtype is not self.stored.dtype or here.stride() != self.strides:
             here = torch.empty_like(self.stored).copy_(here)
@@ -311,7 +316,7 @@ class Part(NamedTuple):
     """None: all of the weight."""
 
 
-class Batch:
+class UnitBatch:
     """Weights that are processed at a time, and their numbers per unit.
 
     On a CPU as many as fit into the cache, so that norm, gradient and scaling read them from memory
@@ -397,9 +402,9 @@ class Units:
         ):
             _set_data(weight.g, g.view(local(weight.g).shape))
             weight.norm = weight.as_units(norm)
-        self._batches: dict[tuple[int, ...], list[Batch]] = {}
+        self._batches: dict[tuple[int, ...], list[UnitBatch]] = {}
 
-    def batches(self, active: Sequence[int]) -> list[Batch]:
+    def batches(self, active: Sequence[int]) -> list[UnitBatch]:
         """The active weights in batches."""
         key = tuple(active)
         if key not in self._batches:
@@ -408,7 +413,7 @@ class Units:
             self._batches[key] = list(self._find_batches(active))
         return self._batches[key]
 
-    def _find_batches(self, active: Sequence[int]) -> Iterator[Batch]:
+    def _find_batches(self, active: Sequence[int]) -> Iterator[UnitBatch]:
         starts = [0, *itertools.accumulate(self.counts)]
         parts: list[Part] = []
         for i in active:
@@ -429,19 +434,19 @@ class Units:
             for start in range(0, len(weight.x), rows):
                 cut = slice(start, min(start + rows, len(weight.x)))
                 part = Part(i, weight.x[cut], cut)
-                yield Batch(self, [part], starts[i] + start, [cut.stop - cut.start])
+                yield UnitBatch(self, [part], starts[i] + start, [cut.stop - cut.start])
         if parts:
             yield self._batch(parts, starts)
 
-    def _batch(self, parts: list[Part], starts: list[int]) -> Batch:
+    def _batch(self, parts: list[Part], starts: list[int]) -> UnitBatch:
         counts = [self.counts[part.number] for part in parts]
-        return Batch(self, parts, starts[parts[0].number], counts)
+        return UnitBatch(self, parts, starts[parts[0].number], counts)
 
-    def lengths(self, batch: Batch) -> Tensor:
+    def lengths(self, batch: UnitBatch) -> Tensor:
         """g, signed; eˢ for a log-scale."""
         return batch.g.exp() if self.log else batch.g
 
-    def _read_lengths(self, batch: Batch, length: Tensor) -> tuple[Tensor, Tensor]:
+    def _read_lengths(self, batch: UnitBatch, length: Tensor) -> tuple[Tensor, Tensor]:
         """(g, ±‖w‖), after weights that were written to and zero rows have been taken care of."""
         g = self.lengths(batch)
         size = g.abs()
@@ -496,7 +501,7 @@ class Units:
 
     def _gradients(
         self,
-        batch: Batch,
+        batch: UnitBatch,
         grads: Sequence[Tensor | None],
         g: Tensor,
         length: Tensor,

@@ -119,8 +119,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"expected the model, got {type(model).__name__}; g needs to know which parameters "
-                "are weights. Write WeightNormOptimizer(model, inner, params=…)"
+                f"expected the model, got {type(model).__name__}; its layers determine which "
+                "parameters are weights. Write WeightNormOptimizer(model, inner, params=…)"
             )
         _check_options(scale, train_g, project, retract, weight_decay_on)
         matrices = _moves_matrices(inner) if matrices is None else matrices
@@ -200,7 +200,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             self._inner.append(inner)
             for i, (bucket, group) in enumerate(zip(plan, inner.param_groups, strict=True)):
                 if not bucket.decays:
-                    _move_decay(group, weight_decay_on)
+                    _move_decay(group, weight_decay_on if "directions" in bucket.roles else None)
                 if "directions" in bucket.roles:
                     number = len(self.param_groups)
                     self._group_of.update({p: number for p in bucket.shown if p in found})
@@ -252,23 +252,23 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             for units, which, copies in zip(self._units, active, before, strict=False):
                 units.normalize_update(which, copies, self._learning_rates(units))
         finally:
-            self._to_weights(active, keep_norm=self._retract is not False)
+            self._to_weights(active, keep_norm=self._retract is not False, clear=True)
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """A step of an optimizer that may evaluate the loss again after moving v and g."""
         every = [list(range(len(units.weights))) for units in self._units]
         norms = [units.norm.clone() for units in self._units]
-        is_v = False
+        is_v = is_used = False  # whether weights hold v, and gradients ∇v
 
         def evaluate() -> Any:
-            nonlocal is_v
-            if is_v:
-                self._to_weights(every, keep_norm=False)
-                is_v = False
+            nonlocal is_v, is_used
+            self._to_weights(every, keep_norm=False, clear=is_used)
+            is_v = is_used = False
             with torch.enable_grad():
                 loss = closure()
-            self._to_directions(every, [self._active(units) for units in self._units])
-            is_v = True
+            graded = [self._active(units) for units in self._units]
+            self._to_directions(every, graded)
+            is_v = is_used = True
             return loss
 
         self._to_directions(every, [[] for _ in every])
@@ -278,7 +278,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             return self._inner[0].step(evaluate)
         finally:
             if is_v:
-                self._to_weights(every, keep_norm=False)
+                self._to_weights(every, keep_norm=False, clear=is_used)
             if self._retract is not False:
                 for units, norm in zip(self._units, norms, strict=True):
                     units.norm.copy_(norm)
@@ -304,23 +304,23 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             for optimizer in inner:
                 getattr(optimizer, mode)()
         finally:
-            self._to_weights(every, keep_norm=self._retract is not False)
+            self._to_weights(every, keep_norm=self._retract is not False, clear=False)
         for group, theirs in self._pairs():
             group.update(_settings(theirs))
 
     def _active(self, units: Units) -> list[int]:
-        return [i for i, w in enumerate(units.weights) if w.weight.grad is not None]
+        return [i for i, weight in enumerate(units.weights) if weight.has_grad()]
 
     def _to_directions(self, active: list[list[int]], gradients: list[list[int]]) -> None:
         for units, which, graded in zip(self._units, active, gradients, strict=True):
             if which:
                 units.to_directions(which, graded, train_g=self._train_g, project=self._project)
 
-    def _to_weights(self, active: list[list[int]], *, keep_norm: bool) -> None:
+    def _to_weights(self, active: list[list[int]], *, keep_norm: bool, clear: bool) -> None:
         for units, which in zip(self._units, active, strict=True):
             if which:
                 units.to_weights(which, keep_norm=keep_norm)
-            for weight in units.weights:
+            for weight in units.weights if clear else ():
                 weight.clear_gradients()
 
     def _decay_weights(self, active: list[list[int]]) -> None:
@@ -555,6 +555,8 @@ def _check_options(
 def _move_decay(group: dict[str, Any], weight_decay_on: str | None) -> None:
     """Let the inner optimizer's weight decay act on none of this group."""
     if "weight_decay" not in group:
+        if weight_decay_on is None:
+            return
         raise ValueError(
             f"weight_decay_on={weight_decay_on!r} needs an optimizer with `weight_decay`; it has "
             f"{sorted(_settings(group))}"

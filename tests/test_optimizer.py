@@ -711,3 +711,14 @@ def test_what_other_shardings_leave_of_a_weight_is_refused():
     layer.weight = nn.Parameter(layer.weight.detach().flatten()[:3])  # as FSDP1 does
     with pytest.raises(ValueError, match=r"weight has shape \(3,\): .*fully_shard instead"):
         WeightNormOptimizer(layer, torch.optim.SGD, lr=0.1)
+
+
+def test_parts_follow_a_weight_written_from_outside():
+    model = nn.Linear(3, 2)
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+    norm = optimizer.parts()["weight"].v.norm(dim=1)
+    model.weight.data.mul_(3)
+    v, g = optimizer.parts()["weight"]
+    torch.testing.assert_close(g.flatten(), model.weight.detach().norm(dim=1))
+    torch.testing.assert_close(v.norm(dim=1), norm)  # which w does not determine
+    torch.testing.assert_close(functional.compose(v=v, g=g), model.weight.detach())

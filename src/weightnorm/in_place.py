@@ -300,6 +300,9 @@ class InPlaceWeight:
         length = self._norm()
         zero = length <= EPS
         scale = norm / torch.copysign(length.masked_fill(zero, 1.0), column)
+        rounding = 8 * torch.finfo(length.dtype).eps * length
+        written = (column.abs() - length).abs() > rounding  # since the last step: g is ±‖w‖ now
+        column.copy_(torch.where(written, torch.copysign(length, column), column))
         x = torch.where(self.spread(zero), self.fan_in() ** -0.5, self.x) * self.spread(scale)
         v = torch.empty_like(local(stored))
         self._unit_view(v)[0].copy_(x)

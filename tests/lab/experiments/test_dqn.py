@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from weightnorm import is_weight_normed
+from weightnorm import WeightNormOptimizer, parts, remove_weight_norm, weight_norm_model
 from weightnorm.lab.errors import ConfigError, DataError, Diverged
 from weightnorm.lab.experiments import dqn
 from weightnorm.lab.experiments.dqn import Agent, epsilon, td_targets
@@ -126,7 +126,7 @@ def test_update_is_an_adamax_step_on_the_summed_huber_loss(config, tmp_path, how
     agent.initialize(replay.sample(40).states.clone())
     batch = replay.sample(16)
     model = agent.model
-    copy = dqn.deepcopy(model)
+    copy = module_form(agent)
     with torch.no_grad():
         targets = (
             batch.rewards + 0.9 * (1 - batch.terminal) * agent.target(batch.next_states).max(1)[0]
@@ -139,26 +139,42 @@ def test_update_is_an_adamax_step_on_the_summed_huber_loss(config, tmp_path, how
     expected.backward()
     optimizer.step()
     assert agent.update(batch).item() == pytest.approx(expected.item(), rel=1e-5)
-    for ours, theirs in zip(model.parameters(), copy.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    remove_weight_norm(copy)
+    theirs = dict(copy.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, theirs[name])
+
+
+def module_form(agent):
+    """A copy of the model with weight norm in its modules, and the v and g of the optimizer."""
+    copy = dqn.deepcopy(agent.model)
+    if isinstance(agent.optimizer, WeightNormOptimizer):
+        weight_norm_model(copy)
+        with torch.no_grad():
+            for name, (v, g) in agent.optimizer.parts().items():
+                stored = parts(copy.get_submodule(name.removesuffix(".weight")))
+                stored.v.copy_(v)
+                stored.g.copy_(g)
+    return copy
 
 
 @ALL
-def test_actor_and_target_are_folded_copies_of_the_model_in_evaluation_mode(config, tmp_path, how):
+def test_actor_follows_every_update_and_target_only_its_own(config, tmp_path, how):
     agent = agent_of(config, how)
     replay = replay_of(tmp_path / "ring", [0, 1, 1, 0] * 20)
     agent.initialize(replay.sample(40).states.clone())
     for _ in range(3):
         agent.update(replay.sample(16))
     states = replay.sample(10).states
-    expected = agent.model.eval()(states)
+    expected = agent.model.eval()(states).detach()
     agent.model.train()
-    torch.testing.assert_close(agent.actor(states), expected)  # updated by every update
+    torch.testing.assert_close(agent.actor(states).detach(), expected)  # updated by every update
     assert not torch.allclose(agent.target(states), expected)  # updated by update_target only
     agent.update_target()
     torch.testing.assert_close(agent.target(states), expected)
-    for copy in (agent.actor, agent.target):
-        assert not any(is_weight_normed(module) for module in copy.modules())
+    copies = [agent.target] if agent.actor is agent.model else [agent.target, agent.actor]
+    assert len(copies) == 1 + (how is dqn.Parameterization.BATCH_NORM)
+    for copy in copies:
         assert not any(p.requires_grad for p in copy.parameters())
         assert not copy.training
     trained = [b for b in agent.model.buffers() if b.is_floating_point()]

@@ -14,7 +14,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from weightnorm import Parameterization, data_dependent_init, parameterize, remove_weight_norm
+from weightnorm import Parameterization, WeightNormOptimizer, data_dependent_init, parameterize
 from weightnorm.lab.errors import require
 from weightnorm.lab.models.q_network import QNetwork
 from weightnorm.lab.rl.atari import Atari, Game, rom_paths
@@ -227,21 +226,30 @@ def replay_file(run: Run) -> Iterator[Path]:
 
 
 class Agent:
-    """The online network and two copies without v and g: the actor and the target network.
+    """The online network, which also acts, and the target network.
 
-    Note [folded copies]
-        The copies are not trained, so they hold w itself: choosing an action and computing targets
-        cost the same with weight norm as without.
+    Note [weight norm in the optimizer]
+        Weights are read far more often than they change: by every action and every target. So the
+        networks have plain weights, and `WeightNormOptimizer` trains v and g. An action costs the
+        same with weight norm as without, and nothing has to be copied for it.
+
+    With batch norm a copy in evaluation mode acts, with the running averages.
     """
 
     def __init__(self, config: Config, game: Game, device: torch.device) -> None:
         self.config, self.device = config, device
-        wrap = partial(parameterize, how=config.parameterization)
+        how = config.parameterization
+        plain = Parameterization.STANDARD if how.normalizes_weights else how
+        wrap = partial(parameterize, how=plain)
         self.model = QNetwork(wrap, game.actions, shape=game.shape, width=config.width).to(device)
-        self.actor, self.target = folded_copy(self.model), folded_copy(self.model)
-        self.optimizer = torch.optim.Adamax(
-            self.model.parameters(), lr=config.learning_rate, betas=(0.5, 0.999)
-        )
+        self.target = frozen_copy(self.model)
+        self.actor = frozen_copy(self.model) if how.uses_batch else self.model
+        options: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.5, 0.999)}
+        self.optimizer: torch.optim.Optimizer
+        if how.normalizes_weights:
+            self.optimizer = WeightNormOptimizer(self.model, torch.optim.Adamax, **options)
+        else:
+            self.optimizer = torch.optim.Adamax(self.model.parameters(), **options)
         self.networks: tuple[Any, Any] = self.model, self.target
         if config.compile:
             self.networks = torch.compile(self.model), torch.compile(self.target)
@@ -258,13 +266,15 @@ class Agent:
         self.update_target()
 
     def update_actor(self) -> None:
-        """Copy the online network's weights to the actor."""
-        copy_folded(self.model, self.actor)
+        """Copy the online network's weights to the actor, if that is another network."""
+        if self.actor is not self.model:
+            self.actor.load_state_dict(self.model.state_dict())
 
     def update_target(self) -> None:
         """Copy the online network's weights to the target network."""
-        copy_folded(self.model, self.target)
+        self.target.load_state_dict(self.model.state_dict())
 
+    @torch.no_grad()
     def max_q(self, states: Tensor) -> Tensor:
         """Return max Q(s, ·) of each state."""
         values: Tensor = self.actor(states.to(self.device)).amax(1)
@@ -326,18 +336,9 @@ def epsilon(config: Config, step: int) -> float:
     return 1 - (1 - config.epsilon_end) * min(max(fraction, 0.0), 1.0)
 
 
-def folded_copy(model: nn.Module) -> nn.Module:
-    """Return a copy without v and g, in evaluation mode. See Note [folded copies]."""
-    copy = deepcopy(model)
-    remove_weight_norm(copy)
-    return copy.eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def copy_folded(model: nn.Module, copy: nn.Module) -> None:
-    """Copy the model's weights and buffers to a folded copy."""
-    for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
-        tensor.copy_(attrgetter(name)(model))
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """Return a copy in evaluation mode that is not trained."""
+    return deepcopy(model).eval().requires_grad_(False)
 
 
 def record_episode(actor: nn.Module, evaluator: Evaluator, epsilon: float) -> Tensor:

@@ -562,6 +562,16 @@ def test_state_saved_before_the_first_step():
             assert torch.equal(value, other.state_dict()[key]), key
 
 
+def test_hooks_of_the_state_dict_run():
+    optimizer, seen = WeightNormOptimizer(network(), torch.optim.SGD, lr=0.1), []
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda o, state: {**state, "note": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda o, state: seen.append(state["note"]))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("after loading"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before saving", 1, "after loading"]
+
+
 def test_state_has_the_layout_of_the_inner_optimizer():
     model = network()
     optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.01)

@@ -90,7 +90,7 @@ class InPlaceWeight:
 
         mesh, placements = self.weight.device_mesh, self.weight.placements
         if any(p.is_partial() for p in placements):
-            raise ValueError(f"{self.name} has pending sums over ranks: {placements}")
+            raise ValueError(f"{self.name} has pending reductions over ranks: {placements}")
         whole = [p.is_replicate() or p.is_shard(self.dim) for p in placements]
         if self.dim is None:
             whole = [p.is_replicate() for p in placements]

@@ -378,18 +378,27 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in torch's layout, g and ‖v‖ included."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         number = {p: i for i, p in enumerate(self._parameters())}
-        return {
+        state_dict: dict[str, Any] = {
             "state": {number[p]: dict(state) for p, state in self._state().items()},
             "param_groups": [
                 {**_settings(group), "params": [number[p] for p in group["params"]]}
                 for group in self.param_groups
             ],
         }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Return to a saved state; the model's weights are loaded with the model."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         saved = _by_parameter(self.param_groups, state_dict)
         _check_state(self._weights, saved)
         self._check_memory()
@@ -415,6 +424,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         for group, inner_group in self._pairs():
             group.update(_settings(inner_group))
         self._stepped = any(inner.state for inner in self._inner)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or a pickle; take the model along in the same one, or its weights are lost."""
@@ -623,7 +634,7 @@ def _weights(
             f"its {already} weights are normalized already; give their v and g to any torch "
             "optimizer, or call remove_weight_norm(model) first"
             if already
-            else "`where` and requires_grad leave no weight of a layer torch knows"
+            else "`where` and requires_grad select no weight of a known layer"
         )
         raise ValueError(f"nothing to normalize in {type(model).__name__}: {reason}")
 
@@ -633,7 +644,7 @@ def _check_weight(path: str, module: nn.Module, name: str, weight: nn.Parameter)
         raise ValueError(f"{path} has no shape yet; run a batch through the model first")
     if weight.is_meta:
         raise ValueError(
-            f"{path} is on the meta device: there is nothing to take apart; give the model "
+            f"{path} is on the meta device: there is nothing to decompose; give the model "
             "memory and values first"
         )
     if not weight.is_floating_point():

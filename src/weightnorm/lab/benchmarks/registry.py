@@ -8,6 +8,7 @@ from weightnorm.lab.benchmarks.cases import (
     convnet,
     dqn_steps,
     draw_step,
+    launches,
     loop,
     low_rank_norm,
     mean_only,
@@ -39,5 +40,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         vae_step.BENCHMARK,
         monitor_step.BENCHMARK,
         low_rank_norm.BENCHMARK,
+        launches.BENCHMARK,
     )
 }

@@ -49,10 +49,7 @@ def layer_case(name: str, make: Callable[[], nn.Module], x: Tensor, most: float)
         parametrizations.weight_norm(models[OUTPUT_UNITS], dim=1)
     return _case(
         name,
-        {
-            peer: passes(lambda model=model: output(model, x), model)
-            for peer, model in models.items()
-        },
+        {peer: passes(partial(output, model, x), model) for peer, model in models.items()},
         CopiesAtMost(OURS, most, PLAIN, 1, "launches"),
     )
 

@@ -1,14 +1,15 @@
 # make demo   compare the five parameterizations on embedded data, three minutes, with a report
 # make test   lint, types and all tests
 # make docs   update the tables and figures of the documents from docs/results
-# Each sets up .venv first, and again when pyproject.toml or constraints.txt changes.
+# make dist   build the source distribution and the wheel, check both, and try the wheel
+# Each but dist sets up .venv first, and again when pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo tour docs conformance bench browser test lint types unit format clean
+.PHONY: demo tour docs conformance bench browser test lint types unit format dist clean
 
 demo: $(READY)
 	$(BIN)/weightnorm demo --out out
@@ -54,10 +55,21 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The wheel is tried in a new virtual environment: with torch alone, then with the extra `files`.
+TOOLS := build/tools
+dist:
+	rm -rf dist
+	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet build twine check-wheel-contents
+	$(TOOLS)/bin/python -m build --outdir dist
+	$(TOOLS)/bin/python -m twine check --strict dist/*
+	$(TOOLS)/bin/check-wheel-contents dist/*.whl
+	$(TOOLS)/bin/python tests/check_dist.py dist constraints.txt
+
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,ray,dev]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) out build dist

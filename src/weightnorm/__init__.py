@@ -6,6 +6,8 @@ import signal
 import sys
 from multiprocessing import parent_process
 
+__version__ = "0.1.0"
+
 
 def _exit_on_interrupt(*_: object) -> None:
     os._exit(130)

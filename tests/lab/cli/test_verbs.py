@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import weightnorm
 from weightnorm import Parameterization
 from weightnorm.lab.cli import experiments
 from weightnorm.lab.cli.main import main
@@ -29,9 +30,9 @@ def test_overview_lists_every_verb_in_80_columns(capsys):
     assert all(f"  weightnorm {name} " in out for name in VERBS)
 
 
-def test_version_is_printed(capsys):
+def test_version_is_the_librarys(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("weightnorm ")
+    assert capsys.readouterr().out == f"weightnorm {weightnorm.__version__}\n"
 
 
 def test_list_fits_80_columns_and_names_only_presets_that_run(capsys):

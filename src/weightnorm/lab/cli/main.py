@@ -13,9 +13,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
-from weightnorm import _exit_on_interrupt
+from weightnorm import __version__, _exit_on_interrupt
 from weightnorm.lab.cli.verbs import VERBS
 from weightnorm.lab.errors import Interrupted, LabError, nearest, printable
 
@@ -28,7 +27,7 @@ def main(words: Sequence[str]) -> int:
             print(_overview())
             return 0
         if words[0] == "--version":
-            print(f"weightnorm {_version()}")
+            print(f"weightnorm {__version__}")
             return 0
         return _run(nearest(words[0], VERBS, "command"), words[1:])
     except Interrupted as stopped:
@@ -75,13 +74,6 @@ def _overview() -> str:
             "\nEach has a --help. Start with: weightnorm demo",
         ]
     )
-
-
-def _version() -> str:
-    try:
-        return version("weightnorm")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "(not installed)"
 
 
 def _print_error(text: str) -> None:

@@ -7,11 +7,13 @@ environment, first with torch alone and then with the extra `files`; every comma
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 LIBRARY = """
@@ -30,15 +32,18 @@ VERBS = """
 from weightnorm.lab.cli.verbs import VERBS
 print(*(f"{name}:{verb.extra}" for name, verb in VERBS.items()))
 """
+# The safetensors file is written by hand: the package itself needs numpy to write one.
 CHECKPOINT = """
-import sys, torch
-layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 4))
-torch.save(layer.state_dict(), "model.pt")
-try:
-    from safetensors.torch import save_file
-except ModuleNotFoundError:
-    sys.exit()
-save_file(layer.state_dict(), "model.safetensors")
+import json, torch
+state = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 4)).state_dict()
+torch.save(state, "model.pt")
+header, data = {}, b""
+for key, tensor in state.items():
+    start, data = len(data), data + bytes(tensor.clone().untyped_storage())
+    header[key] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, len(data)]}
+text = json.dumps(header).encode()
+with open("model.safetensors", "wb") as file:
+    file.write(len(text).to_bytes(8, "little") + text + data)
 """
 
 
@@ -62,24 +67,23 @@ class CleanEnvironment:
         self.work.mkdir()
         venv.create(folder / "venv", with_pip=True)
 
-    def run(self, program: str, *words: str) -> tuple[int, str]:
-        """Run a program of the environment; return its exit code and all output."""
+    def run(self, program: str, *words: str) -> tuple[int, str, str]:
+        """Run a program of the environment; return exit code, standard output, standard error."""
         hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
         done = subprocess.run(
             [str(self.bin / program), *words],
             cwd=self.work,
             env={k: v for k, v in os.environ.items() if k not in hidden},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
             text=True,
             check=False,
         )
-        return done.returncode, done.stdout
+        return done.returncode, done.stdout, done.stderr
 
     def succeed(self, program: str, *words: str) -> str:
-        """Run a program and return its output; raise if it fails."""
-        code, output = self.run(program, *words)
-        assert code == 0, f"{program} {' '.join(words)}: exit code {code}\n{output}"
+        """Run a program and return its standard output; raise if it fails."""
+        code, output, errors = self.run(program, *words)
+        assert code == 0, f"{program} {' '.join(words)}: exit code {code}\n{output}{errors}"
         return output
 
     def install(self, requirement: str) -> None:
@@ -89,10 +93,20 @@ class CleanEnvironment:
 
     def fails_naming_extra(self, verb: str, extra: str) -> None:
         """Check that a command fails with a message that names the extra."""
-        code, output = self.run("weightnorm", verb)
-        assert code == 1, f"weightnorm {verb}: exit code {code}\n{output}"
-        assert f"pip install 'weightnorm[{extra}]'" in output, output
-        assert "Traceback" not in output, output
+        code, _, errors = self.run("weightnorm", verb)
+        assert code == 1, f"weightnorm {verb}: exit code {code}\n{errors}"
+        assert f"pip install 'weightnorm[{extra}]'" in errors, errors
+        assert "Traceback" not in errors, errors
+
+
+def check_readme(wheel: Path) -> None:
+    """Check that the description for the package index has no relative link or image."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        description = archive.read(name).decode()
+    relative = re.findall(r'\]\((?!https?:|#)[^)]*\)|(?:src|href)="(?!https?:)[^"]*"', description)
+    assert "# weightnorm" in description
+    assert not relative, f"{wheel.name}: relative links in the description: {relative[:3]}"
 
 
 def check_wheel(wheel: Path, environment: CleanEnvironment) -> None:
@@ -102,7 +116,8 @@ def check_wheel(wheel: Path, environment: CleanEnvironment) -> None:
     environment.install(str(wheel))
     printed = environment.succeed("python", "-W", "error::DeprecationWarning", "-c", LIBRARY)
     assert printed.split()[-1] == version, printed
-    assert environment.succeed("weightnorm", "--version") == f"weightnorm {version}\n"
+    printed = environment.succeed("weightnorm", "--version")
+    assert printed == f"weightnorm {version}\n", printed
     verbs = dict(w.split(":") for w in environment.succeed("python", "-c", VERBS).split())
     overview = environment.succeed("weightnorm", "--help")
     assert all(f"weightnorm {verb}" in overview for verb in verbs), overview
@@ -128,6 +143,7 @@ def check_wheel(wheel: Path, environment: CleanEnvironment) -> None:
 def main(folder: Path, constraints: Path) -> None:
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     check_sdist(sdist)
+    check_readme(wheel)
     with tempfile.TemporaryDirectory() as temporary:
         check_wheel(wheel.resolve(), CleanEnvironment(Path(temporary), constraints.resolve()))
 

@@ -1,6 +1,8 @@
 """Code in the documents runs, links and tests exist, tables and figures agree with the records."""
 
+import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -25,7 +27,7 @@ def test_readme_code_runs(capsys):
     assert "ConvTranspose2d" in capsys.readouterr().out
 
 
-PAGES = ["docs/deployment.md", "docs/checkpoints.md"]
+PAGES = ["docs/deployment.md", "docs/checkpoints.md", "docs/migration.md", "docs/training.md"]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -64,12 +66,31 @@ def test_paper_map_names_existing_tests():
 EVERY_PAGE = [str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]]
 
 
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("name", sorted(EVERY_PAGE))
 def test_links_exist(name):
     here = ROOT / name
-    links = re.findall(r"\]\((?!http)([^)#]+)\)|<img src=\"([^\"]+)\"", here.read_text())
-    for target in map("".join, links):
-        assert (here.parent / target).exists(), target
+    links = re.findall(
+        r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)|<(?:img src|a href)=\"(?!http)([^\"#]+)\"",
+        here.read_text(),
+    )
+    for linked, anchor, embedded in links:
+        target = here.parent / (linked or embedded) if linked or embedded else here
+        assert target.exists(), target
+        assert not anchor or anchor in anchors(target), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("name", sorted(set(EVERY_PAGE) - {"CHANGELOG.md", "CONTRIBUTING.md"}))
+def test_pages_with_commands_name_the_extra(name):
+    text = (ROOT / name).read_text()
+    commands = re.search(r"^\$ (torchrun .*)?weightnorm ", text, re.MULTILINE)
+    start = "\n".join(text.splitlines()[:30])
+    assert not commands or re.search(r"pip install '(weightnorm|\.)\[", start)
 
 
 def test_documents_agree_with_the_records():
@@ -79,3 +100,44 @@ def test_documents_agree_with_the_records():
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+def test_training_page_has_the_learning_rates_of_the_records():
+    """The best rate and its loss in claim 6; for the experiments, the rates of the runs."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    record = ROOT / "docs/results/claims/runs/claims/full/metrics.jsonl"
+    claims = map(json.loads, record.read_text().splitlines())
+    (figures,) = (claim["figures"] for claim in claims if claim["number"] == 6)
+    names = {"log-scale weight norm": "weight norm, log-scale"}
+    rows = {}
+    for figure in figures:
+        for series in figure["series"]:
+            loss, rate = min(zip(series["y"], series["x"], strict=True))
+            name = names.get(series["name"], series["name"].replace("-", " "))
+            rows.setdefault(name, []).extend([f"{rate:.2g}", f"{loss:.2f}"])
+    assert len(rows) == 4
+    for name, numbers in rows.items():
+        assert f"| {name} | {' | '.join(numbers)} |" in page
+    runs = re.findall(r"^\| \[.*experiments/(\w+).*\| (\S+) \| (\S+) \|$", page, re.MULTILINE)
+    assert [experiment for experiment, *_ in runs] == ["classify", "vae", "draw", "dqn"]
+    for experiment, *rates in runs:
+        for how, rate in zip(("standard", "weight-norm"), rates, strict=True):
+            pattern = f"{experiment}/runs/{experiment}/cpu/**/{how}/lr-{rate}"
+            assert list((ROOT / "docs/results").glob(pattern)), pattern
+
+
+def test_readme_of_the_package_has_no_relative_links():
+    pytest.importorskip("hatchling", reason="hatchling is not installed")
+    readme = (ROOT / "README.md").read_text()
+    publish = runpy.run_path(str(ROOT / "hatch_build.py"))["published_readme"]
+    relative = re.compile(r"\]\((?!http)[^)]+\)|(?:src|href)=\"(?!http)[^\"]+\"")
+    count = len(relative.findall(readme))
+    assert count > 10
+    assert not relative.search(publish(readme, None))
+    address = "https://example.org/weightnorm"
+    published = publish(readme, address)
+    assert not relative.search(published)
+    assert len(re.findall(rf"{address}/(?:blob|raw)/HEAD/", published)) == count
+    assert f'<img src="{address}/raw/HEAD/docs/' in published
+    without = re.sub(rf"{address}/(?:blob|raw)/HEAD/", "", published)
+    assert without == readme

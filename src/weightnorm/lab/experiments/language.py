@@ -30,7 +30,7 @@ from weightnorm.lab.runs.run import Run
 from weightnorm.lab.runs.validation import COUNT, NONNEGATIVE, POSITIVE, SEVERAL, Limits
 
 NAME = "language"
-TITLE = "Byte-level transformer with weight norm in its optimizer (not in the paper)"
+TITLE = "Transformer with weight norm in its optimizer (not in the paper)"
 METRIC = "train_bits_per_byte"
 """Selects the best learning rate of a sweep, lower is better. Held-out text has no part in it."""
 RESULTS = ("train_bits_per_byte", "test_bits_per_byte")

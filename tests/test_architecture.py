@@ -55,7 +55,7 @@ LIBRARY = {
         "layers",
         "mean_only",
     },
-    "state_dicts": {"dtensor", "functional", "inspection", "kernels"},
+    "state_dicts": {"folding", "dtensor", "functional", "inspection", "kernels"},
     "diagnostics.probes": {"dtensor", "folding", "functional", "inspection", "layers"},
     "diagnostics.monitor": {"diagnostics.probes", "dtensor", "inspection"},
     "diagnostics.linter": {"functional", "inspection", "layers"},

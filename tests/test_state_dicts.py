@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from weightnorm import convert_state_dict, parts, weight_norm
+from weightnorm import convert_state_dict, folded, parts, weight_norm
 from weightnorm.layers import unit_axis, weight_names
 from weightnorm.state_dicts import (
     FORMATS,
@@ -686,3 +686,11 @@ def test_document_has_the_counts_of_the_tests():
     assert f"{LOADS} random state dicts into five kinds of layer" in page
     assert len(KINDS) == 5
     assert f"{len(NOT_WEIGHT_NORM)} kinds of pair" in page
+
+
+def test_loading_into_a_folded_model_is_refused():
+    model = weight_norm(nn.Linear(2, 3))
+    state = nn.Linear(2, 3).state_dict()
+    with folded(model), pytest.raises(RuntimeError, match="cannot load the weights of"):
+        load_state_dict(model, state)
+    assert load_state_dict(model, state) == ["weight"]

@@ -40,6 +40,7 @@ from torch.nn.parameter import is_lazy
 from weightnorm import functional, kernels
 from weightnorm.dtensor import local
 from weightnorm.functional import Parts
+from weightnorm.folding import refuse_folded
 from weightnorm.inspection import NormalizedWeight, find_normalized
 
 Format = Literal["parametrize", "hook", "folded"]
@@ -489,6 +490,8 @@ def load_state_dict(model: nn.Module, state: State, strict: bool = True) -> list
     >>> load_state_dict(weight_norm(nn.Linear(2, 3)), plain.state_dict())
     ['weight']
     """
+    for module in model.modules():
+        refuse_folded(module, "load the weights")
     own = model.state_dict()
     normalized = {weight.path: weight for weight in find_normalized(model)}
     stored = _loadable_weights(state, own, normalized)

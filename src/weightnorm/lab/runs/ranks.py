@@ -45,7 +45,7 @@ class Ranks:
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=wait_seconds))
-        except RuntimeError as error:
+        except dist.DistError as error:
             here = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
             raise RankLost(f"{here} found no others ({str(error).splitlines()[0]})") from error
         return cls(dist.get_rank(), dist.get_world_size())

@@ -66,9 +66,11 @@ dist:
 	$(TOOLS)/bin/check-wheel-contents dist/*.whl
 	$(TOOLS)/bin/python tests/check_dist.py dist constraints.txt
 
+# timm is for tests of its optimizers, which do not need its torchvision.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,ray,dev]'
+	$(BIN)/python -m pip install --quiet --no-deps timm
 	touch $@
 
 clean:

@@ -39,8 +39,8 @@ from torch.nn.parameter import is_lazy
 
 from weightnorm import functional, kernels
 from weightnorm.dtensor import local
-from weightnorm.functional import Parts
 from weightnorm.folding import refuse_folded
+from weightnorm.functional import Parts
 from weightnorm.inspection import NormalizedWeight, find_normalized
 
 Format = Literal["parametrize", "hook", "folded"]

@@ -4,6 +4,7 @@
 import os
 import signal
 import sys
+from itertools import pairwise
 from multiprocessing import parent_process
 
 __version__ = "0.1.0"
@@ -13,10 +14,18 @@ def _exit_on_interrupt(*_: object) -> None:
     os._exit(130)
 
 
-# The command line (`python -m weightnorm` or the script) imports torch here, which takes seconds.
-# Until it handles Ctrl-C itself, Ctrl-C ends the process without a traceback.
+def _is_command_line() -> bool:
+    """Whether this process runs the script `weightnorm`, or ``python -m weightnorm``."""
+    script = os.path.basename((getattr(sys, "argv", None) or [""])[0])
+    return script == "weightnorm" or (
+        script == "-m" and ("-m", "weightnorm") in pairwise(getattr(sys, "orig_argv", ()))
+    )
+
+
+# The command line imports torch here, which takes seconds. Until it handles Ctrl-C itself, Ctrl-C
+# ends the process without a traceback.
 if (
-    os.path.basename((getattr(sys, "argv", None) or [""])[0]) in ("-m", "weightnorm")
+    _is_command_line()
     and parent_process() is None
     and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 ):

@@ -1,6 +1,8 @@
 """Command lines of `run` and `sweep`: no input leads to a traceback."""
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -102,6 +104,26 @@ def test_ctrl_c_while_importing(tmp_path, seconds):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in out + err
+
+
+def test_interrupt_inside_exec_has_the_exit_code_of_an_interrupt(tmp_path):
+    """CPython would end the process by a signal; imports of generated code use `exec`."""
+    code = (
+        "import sys; sys.argv = ['weightnorm', 'list']\n"
+        "import weightnorm.__main__ as program\n"
+        "from weightnorm.lab.cli import list as verb\n"
+        "verb.main = lambda words: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(program.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_other_programs_keep_their_interrupt_handler():
+    """Also those run with -m whose package imports weightnorm."""
+    code = "import signal, sys; sys.argv = ['-m']; import weightnorm; print(signal.getsignal(2))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "default_int_handler" in done.stdout
 
 
 def wait_until_python_runs(pid):

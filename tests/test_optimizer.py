@@ -732,3 +732,15 @@ def test_parts_follow_a_weight_written_from_outside():
     torch.testing.assert_close(g.flatten(), model.weight.detach().norm(dim=1))
     torch.testing.assert_close(v.norm(dim=1), norm)  # which w does not determine
     torch.testing.assert_close(functional.compose(v=v, g=g), model.weight.detach())
+
+
+@pytest.mark.parametrize("key", ["g", "v_norm"])
+def test_state_of_another_shape_is_not_broadcast(key):
+    model = nn.Linear(3, 4)
+    optimizer = WeightNormOptimizer(model, torch.optim.Adam)
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0][key] = torch.ones(1, 1)
+    with pytest.raises(ValueError, match=rf"the state's {key} is \(1, 1\), expected \(4, 1\)"):
+        optimizer.load_state_dict(state)

@@ -533,9 +533,10 @@ def _check_state(weights: list[InPlaceWeight], saved: dict[Any, dict[str, Any]])
                 f"the state has no g for {weight.name}; expected one of a WeightNormOptimizer with "
                 "the same weights. To start from a trained model, build the optimizer on it"
             )
-        if state["g"].shape != weight.g.shape:
-            got, shape = tuple(state["g"].shape), tuple(weight.g.shape)
-            raise ValueError(f"{weight.name}: the state's g is {got}, expected {shape}")
+        for key in ("g", "v_norm"):
+            if state[key].shape != weight.g.shape:
+                got, shape = tuple(state[key].shape), tuple(weight.g.shape)
+                raise ValueError(f"{weight.name}: the state's {key} is {got}, expected {shape}")
 
 
 def _check_options(

@@ -82,16 +82,22 @@ def findings(found: Row) -> tuple[str, ...]:
     sentences = []
     for column in ("torch parametrization", "batch norm"):
         values = [
-            f"{line['work']}: {relative(case, line['ours'])} ({relative(case, other)})"
+            f"{line['work']} {ours} ({theirs})"
             for case, line in _summary_lines(found)
-            if (other := line[COLUMNS[column]]) and relative(case, other) != NOISE
+            if (other := line[COLUMNS[column]])
+            and NOISE not in (ours := _ratio(case, line["ours"]), theirs := _ratio(case, other))
         ]
         if values:
-            title = f"Ours relative to plain weights, in parentheses {column}"
-            sentences.append(f"{title}: {'; '.join(values)}.".replace(NO_BREAK, " "))
+            title = f"Cost relative to plain weights, in parentheses that of {column}"
+            sentences.append(f"{title}: {'; '.join(values)}.")
     counts = Counter(goal["verdict"] for _, _, goal in _goals(found))
     tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
     return (*sentences, f"{sum(counts.values())} goals for cost: {tally}.") if counts else ()
+
+
+def _ratio(case: Row, peer: str) -> str:
+    """The ratio alone, without its interval."""
+    return relative(case, peer).replace(NO_BREAK, " ").split(" ")[0]
 
 
 # — tables —

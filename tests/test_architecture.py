@@ -14,14 +14,15 @@ SRC = Path(__file__).parents[1] / "src" / "weightnorm"
 
 LIBRARY = {
     # module: the modules it imports. Outside packages: torch only.
+    "torch_private": set(),
     "dtensor": set(),
-    "kernels": {"dtensor"},
-    "layers": set(),
+    "kernels": {"dtensor", "torch_private"},
+    "layers": {"torch_private"},
     "distributed": set(),
     "init_report": set(),
     "functional": {"dtensor", "kernels"},
     "parametrization": {"dtensor", "functional", "kernels"},
-    "inspection": {"dtensor", "functional", "parametrization"},
+    "inspection": {"dtensor", "functional", "parametrization", "torch_private"},
     "folding": {"dtensor", "inspection", "parametrization"},
     "batching": {"dtensor", "inspection", "kernels", "parametrization"},
     "reparam": {
@@ -34,7 +35,14 @@ LIBRARY = {
         "parametrization",
     },
     "output_sums": {"kernels", "layers"},
-    "mean_only": {"distributed", "dtensor", "kernels", "layers", "output_sums"},
+    "mean_only": {
+        "distributed",
+        "dtensor",
+        "kernels",
+        "layers",
+        "output_sums",
+        "torch_private",
+    },
     "data_init": {
         "distributed",
         "dtensor",
@@ -44,6 +52,7 @@ LIBRARY = {
         "kernels",
         "layers",
         "mean_only",
+        "torch_private",
     },
     "robust_init": {
         "data_init",
@@ -54,13 +63,14 @@ LIBRARY = {
         "kernels",
         "layers",
         "mean_only",
+        "torch_private",
     },
     "state_dicts": {"folding", "dtensor", "functional", "inspection", "kernels"},
     "diagnostics.probes": {"dtensor", "folding", "functional", "inspection", "layers"},
     "diagnostics.monitor": {"diagnostics.probes", "dtensor", "inspection"},
     "diagnostics.linter": {"functional", "inspection", "layers"},
     "diagnostics": {"diagnostics.linter", "diagnostics.monitor", "diagnostics.probes"},
-    "in_place": {"dtensor", "functional", "kernels"},
+    "in_place": {"dtensor", "functional", "kernels", "torch_private"},
     "optimizer": {"functional", "in_place", "layers"},
     "parameterizations": {"distributed", "mean_only", "reparam"},
 }

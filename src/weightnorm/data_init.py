@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer
 from torch.nn.utils.parametrize import type_before_parametrizations
-from torch.utils._pytree import tree_leaves, tree_map
 
 from weightnorm import kernels, layers
 from weightnorm.distributed import Group, moments_over_ranks, sum_over_ranks
@@ -37,6 +36,7 @@ from weightnorm.init_report import InitReport, LayerInit
 from weightnorm.inspection import is_weight_normed, normalized_weight
 from weightnorm.kernels import wide_dtype
 from weightnorm.mean_only import Centered
+from weightnorm.torch_private import tree_leaves, tree_map
 
 TargetStd = float | Mapping[str, float]
 Backups = list[tuple[Tensor, Tensor]]

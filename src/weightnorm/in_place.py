@@ -27,6 +27,12 @@ from torch import Tensor, nn
 from weightnorm.dtensor import is_sharded, local, placed_like
 from weightnorm.functional import Parts
 from weightnorm.kernels import EPS, unit_shape, wide_dtype
+from weightnorm.torch_private import (
+    foreach_add_,
+    foreach_mul_,
+    foreach_sub_,
+    fused_weight_norm_backward,
+)
 
 Retract = bool | float | Literal["rms"]
 
@@ -380,7 +386,7 @@ class UnitBatch:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every unit by its factor."""
-        torch._foreach_mul_(self.xs, self.spread(factor))
+        foreach_mul_(self.xs, self.spread(factor))
 
     def may_hold_other(self, mask: Tensor) -> bool:
         """Whether any is false; without reading numbers back from a device, whether it may be."""
@@ -520,9 +526,7 @@ class Units:
                 if grad is None:
                     found.append(norm)
                     continue
-                grad_v, grad_g = torch.ops.aten._weight_norm_interface_backward(
-                    grad, x, gain, norm, 0
-                )
+                grad_v, grad_g = fused_weight_norm_backward(grad, x, gain, norm, 0)
                 grad.copy_(grad_v)
                 found.append(grad_g)
             return found
@@ -565,14 +569,14 @@ class Units:
         if not active:
             return
         now = [self.weights[i].x for i in active]
-        torch._foreach_sub_(now, before)
+        foreach_sub_(now, before)
         for batch in self.batches(active):
             step = batch.norms()
             factor = (batch.norm / step).masked_fill_(step == 0, 0.0)
             for part, column in zip(batch.parts, batch.split(factor), strict=True):
                 column.mul_(rates[part.number])
             batch.scale(factor)
-        torch._foreach_add_(now, before)
+        foreach_add_(now, before)
 
     def to_weights(self, active: Sequence[int], *, keep_norm: bool) -> None:
         """Overwrite v by w = g·v/‖v‖ (eq. 2), and take over ‖v‖ unless it is retracted."""

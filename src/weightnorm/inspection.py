@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrizations import _WeightNorm as TorchWeightNorm
 
 from weightnorm import functional
 from weightnorm.dtensor import on_mesh_of, placed_like
@@ -25,6 +24,7 @@ from weightnorm.parametrization import (
     torch_hook,
     torch_hook_names,
 )
+from weightnorm.torch_private import TorchWeightNorm
 
 
 @dataclass(frozen=True)

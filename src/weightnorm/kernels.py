@@ -39,6 +39,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from weightnorm.dtensor import gathered, placed_like
+from weightnorm.torch_private import (
+    are_functorch_transforms_active,
+    dispatch_has_kernel_for_dispatch_key,
+    dispatch_key_for_device,
+    fused_weight_norm,
+    fused_weight_norm_backward,
+    get_tracing_state,
+    len_torch_dispatch_stack,
+)
 
 EPS = 1e-12
 """Rows with a norm up to this count as zero rows."""
@@ -156,7 +165,7 @@ def fused(v: Tensor, g: Tensor, dim: int = 0, eps: float = EPS) -> Tensor | None
     Reads the shortest norm, so on an accelerator it would wait for the device. None if there is a
     zero row (or a NaN, which may hide one): then another form has to serve.
     """
-    w, norm = torch._weight_norm_interface(v, g, dim)
+    w, norm = fused_weight_norm(v, g, dim)
     if not norm.min().item() > eps:
         return None
     if w.grad_fn is not None:
@@ -194,7 +203,7 @@ class _FusedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, g: Tensor, dim: int, eps: float) -> Tensor:
-        w, norm = torch._weight_norm_interface(v, g, dim)
+        w, norm = fused_weight_norm(v, g, dim)
         zero = norm <= eps
         w.masked_fill_(zero, 0.0)
         norm.masked_fill_(zero, math.inf)
@@ -209,8 +218,7 @@ class _FusedRows(torch.autograd.Function):
             wanted = tuple(grad_w if needed else None for needed in ctx.needs_input_grad[:2])
             grads = _differentiable(v, g, ctx.dim, ctx.eps, wanted, grad_w)
         else:
-            kernel = torch.ops.aten._weight_norm_interface_backward
-            grads = kernel(grad_w.contiguous(), v, g, norm, ctx.dim)
+            grads = fused_weight_norm_backward(grad_w.contiguous(), v, g, norm, ctx.dim)
         return *grads, None, None
 
 
@@ -264,7 +272,7 @@ class _FusedFlat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, v: Tensor, g: Tensor, rows: Rows, eps: float) -> Tensor:
         pieces = [
-            torch._weight_norm_interface(v_rows, g_rows, 0)
+            fused_weight_norm(v_rows, g_rows, 0)
             for v_rows, g_rows in zip(_matrices(v, rows), g.split(rows.counts), strict=True)
         ]
         w = torch.cat([piece.flatten() for piece, _ in pieces])
@@ -280,7 +288,6 @@ class _FusedFlat(torch.autograd.Function):
     def backward(ctx: Any, grad_w: Tensor) -> tuple[Tensor | None, ...]:
         v, g, norm = ctx.saved_tensors
         rows, counts = ctx.rows, ctx.rows.counts
-        kernel = torch.ops.aten._weight_norm_interface_backward
         pieces = zip(
             *(_matrices(x, rows) for x in (grad_w.contiguous(), v)),
             *(x.split(counts) for x in (g, norm)),
@@ -292,7 +299,7 @@ class _FusedFlat(torch.autograd.Function):
                 _differentiable(v_, g_, 0, ctx.eps, (g_, g_), grad_) for grad_, v_, g_, _ in pieces
             ]
         else:
-            grads = [kernel(grad_, v_, g_, norm_, 0) for grad_, v_, g_, norm_ in pieces]
+            grads = [fused_weight_norm_backward(*piece, 0) for piece in pieces]
         grad_v = torch.cat([of_v.flatten() for of_v, _ in grads])
         return grad_v, torch.cat([of_g for _, of_g in grads]), None, None
 
@@ -345,8 +352,8 @@ def gradients(
     if dim is not None and alone and v.is_cpu and _is_fast_on_cpu(v, g, dim, groups):
         norm = torch.norm_except_dim(v, 2, dim)
         if norm.min().item() > eps and grad_w.dtype == v.dtype:
-            kernel = torch.ops.aten._weight_norm_interface_backward
-            grad_v, grad_g = kernel(grad_w.contiguous(), v, g, norm, dim)
+            grad_w = grad_w.contiguous()
+            grad_v, grad_g = fused_weight_norm_backward(grad_w, v, g, norm, dim)
             return grad_v, grad_g
     blocks = as_blocks(v, dim, groups)
     grad_v, grad_g = block_gradients(
@@ -413,8 +420,8 @@ def assume_accelerator() -> Iterator[None]:
 @cache
 def has_fused_kernel(device_type: str) -> bool:
     """Whether torch has its fused weight norm for this kind of device."""
-    key = torch._C._dispatch_key_for_device(device_type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_weight_norm_interface", key)
+    key = dispatch_key_for_device(device_type)
+    return dispatch_has_kernel_for_dispatch_key("aten::_weight_norm_interface", key)
 
 
 def is_eager(v: Tensor) -> bool:
@@ -422,7 +429,7 @@ def is_eager(v: Tensor) -> bool:
 
     Forms with a data-dependent branch need it.
     """
-    return is_differentiated_by_autograd(v) and torch._C._len_torch_dispatch_stack() == 0
+    return is_differentiated_by_autograd(v) and len_torch_dispatch_stack() == 0
 
 
 def is_differentiated_by_autograd(v: Tensor) -> bool:
@@ -434,8 +441,8 @@ def is_differentiated_by_autograd(v: Tensor) -> bool:
         type(v) in _PLAIN
         and not v.is_meta
         and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._get_tracing_state() is None
+        and not are_functorch_transforms_active()
+        and get_tracing_state() is None
         and forward_ad._current_level < 0
     )
 

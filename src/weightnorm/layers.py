@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-Conv = _ConvNd
+from weightnorm.torch_private import ConvBase, ConvTransposeBase
+
+Conv = ConvBase
 """Base class of torch's convolutions, including transposed ones."""
 
-ConvTransposed = _ConvTransposeNd
+ConvTransposed = ConvTransposeBase
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 EMBEDDING = (nn.Embedding, nn.EmbeddingBag)

@@ -27,6 +27,11 @@ from weightnorm.distributed import Group, mean_over_ranks
 from weightnorm.dtensor import is_sharded
 from weightnorm.kernels import wide_dtype
 from weightnorm.output_sums import Axis, output_axes, sum_outputs
+from weightnorm.torch_private import (
+    BatchNormBase,
+    current_graph_task_id,
+    has_any_global_hook,
+)
 
 
 class _MeanOnlyBatchNorm(nn.Module):
@@ -251,7 +256,7 @@ def update_running_means(
         model: called on each input.
         device: where to move the inputs.
     """
-    kinds = (_MeanOnlyBatchNorm, nn.modules.batchnorm._BatchNorm)
+    kinds = (_MeanOnlyBatchNorm, BatchNormBase)
     norms = [module for module in model.modules() if isinstance(module, kinds)]
     momenta = [norm.momentum for norm in norms]
     modes = {module: module.training for module in model.modules()}
@@ -306,7 +311,7 @@ def _is_plain(layer: nn.Module) -> bool:
         and not layer._forward_hooks
         and not layer._backward_pre_hooks
         and not layer._backward_hooks
-        and not nn.modules.module._has_any_global_hook()
+        and not has_any_global_hook()
     )
 
 
@@ -348,4 +353,4 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def _is_recomputed() -> bool:
     """Whether activation checkpointing repeats a forward pass, inside the backward pass."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
+    return not torch.compiler.is_compiling() and current_graph_task_id() >= 0

@@ -26,6 +26,7 @@ from weightnorm.folding import refuse_folded
 from weightnorm.functional import compose
 from weightnorm.inspection import is_weight_normed, normalized_weight
 from weightnorm.mean_only import MeanOnlyBatchNorm1d, MeanOnlyBatchNorm2d, MeanOnlyBatchNorm3d
+from weightnorm.torch_private import BatchNormBase, DropoutBase, MaxPoolBase
 
 Gain = float | Mapping[str, float]
 
@@ -209,8 +210,8 @@ def _traced_gains(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str,
 
 
 _TRANSPARENT = (
-    nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd,
-    nn.modules.pooling._MaxPoolNd, nn.modules.batchnorm._BatchNorm,
+    nn.Identity, nn.Flatten, nn.Unflatten, DropoutBase,
+    MaxPoolBase, BatchNormBase,
     MeanOnlyBatchNorm1d, MeanOnlyBatchNorm2d, MeanOnlyBatchNorm3d,
 )  # fmt: skip
 """Modules that may stand between a layer and its ReLU. Others are taken as another activation."""

@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from weightnorm.kernels import assume_accelerator
+from weightnorm.torch_private import TorchDispatchMode
 
 _NO_LAUNCH = {
     "_unsafe_view",

@@ -31,6 +31,7 @@ from weightnorm.lab.runs.config import RunConfig
 from weightnorm.lab.runs.records import RunRecord
 from weightnorm.lab.runs.run import Run
 from weightnorm.lab.runs.validation import COUNT, NONNEGATIVE, POSITIVE, SEVERAL, SIZE, Limits
+from weightnorm.torch_private import foreach_lerp_
 
 NAME = "vae"
 TITLE = "convolutional VAE with inverse autoregressive flow (section 5.2)"
@@ -245,7 +246,7 @@ def moving_average(steps: float) -> Callable[[Tensors, Tensors, Tensor | int], N
         # A tensor on the parameters' device: reading it would wait for the device at every step.
         n = torch.as_tensor(count)
         rate = (torch.full_like(n, 9, dtype=torch.float32) / (10 + n)).clamp(1 / steps, 1.0)
-        torch._foreach_lerp_(averaged, current, [rate.to(p.dtype).expand_as(p) for p in averaged])
+        foreach_lerp_(averaged, current, [rate.to(p.dtype).expand_as(p) for p in averaged])
 
     return update
 

@@ -11,6 +11,7 @@ from weightnorm.kernels import compose, formula, unit_shape
 from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings, Work
 from weightnorm.lab.benchmarks.goals import AtMost
 from weightnorm.lab.interleaved import Call
+from weightnorm.torch_private import torch_weight_norm
 
 SHAPES = ((64, 32, 3, 3), (192, 192, 3, 3), (512, 512, 7), (4096, 1024))
 OURS, TORCH, FORMULA, COPY = "ours", "torch", "formula by autograd", "copy of the weight"
@@ -40,7 +41,7 @@ def case(shape: torch.Size, dim: int, settings: Settings) -> Case:
             target.copy_(v)
 
     peers: dict[str, Call] = {
-        TORCH: lambda: both(torch._weight_norm(v, g, dim)),
+        TORCH: lambda: both(torch_weight_norm(v, g, dim)),
         OURS: lambda: both(compose(v, g, dim)),
         FORMULA: lambda: both(formula(v, g, dim)),
         COPY: copy,

@@ -1,6 +1,7 @@
 # make demo   compare the five parameterizations on embedded data, three minutes, with a report
 # make test   lint, types and all tests
-# make docs   update the tables and figures of the documents from docs/results
+# make docs   build the documentation site in build/site
+# make tables update the tables and figures of the documents from docs/results
 # make dist   build the source distribution and the wheel, check both, and try the wheel
 # Each but dist sets up .venv first, and again when pyproject.toml or constraints.txt changes.
 
@@ -9,13 +10,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo tour docs conformance bench browser test lint types unit format dist clean
+.PHONY: demo tour docs tables conformance bench browser test lint types unit format dist clean
 
 demo: $(READY)
 	$(BIN)/weightnorm demo --out out
 
-# Tables and figures of README.md and docs/, from the records in docs/results.
+# The documentation site, from README.md, docs/ and the docstrings. A warning is an error.
 docs: $(READY)
+	$(BIN)/python -m sphinx -c docs -W --keep-going -n -q -d build/doctrees . build/site
+
+# Tables and figures of README.md and docs/, from the records in docs/results.
+tables: $(READY)
 	$(BIN)/weightnorm report --docs .
 
 # The library alone, step by step, with a picture.
@@ -69,7 +74,7 @@ dist:
 # timm is for tests of its optimizers, which do not need its torchvision.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,ray,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,ray,dev,docs]'
 	$(BIN)/python -m pip install --quiet --no-deps timm
 	touch $@
 

@@ -9,7 +9,6 @@ from typing import Any
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
-ANCHOR = re.compile(r'<a href="(?!https?:|#)([^"]+)">(.*?)</a>', re.DOTALL)
 IMAGE = re.compile(r'<img src="(?!https?:)([^"]+)"([^>]*)>(<br>)?')
 
 
@@ -20,11 +19,9 @@ def published_readme(text: str, repository: str | None) -> str:
     """
     if repository is None:
         text = LINK.sub(r"\1", text)
-        text = ANCHOR.sub(r"\2", text)
         return IMAGE.sub("", text)
     files, raw = f"{repository}/blob/HEAD/", f"{repository}/raw/HEAD/"
     text = LINK.sub(rf"[\1]({files}\2)", text)
-    text = ANCHOR.sub(rf'<a href="{files}\1">\2</a>', text)
     return IMAGE.sub(rf'<img src="{raw}\1"\2>\3', text)
 
 

@@ -94,7 +94,7 @@ def test_pages_with_commands_name_the_extra(name):
 
 
 def test_documents_agree_with_the_records():
-    """If this fails, run `make docs`."""
+    """If this fails, run `make tables`."""
     assert outdated(ROOT) == []
 
 

@@ -35,7 +35,9 @@ class Parts(NamedTuple):
     """Direction v and signed length g of a normalized weight."""
 
     v: Tensor
+    """The direction, of the shape of w."""
     g: Tensor
+    """The length, of size 1 along every axis but the kept one."""
 
 
 def norm(v: Tensor, dim: int | None = 0, *, groups: int = 1) -> Tensor:
@@ -59,7 +61,7 @@ def compose(
     mask: Tensor | None = None,
     eps: float = EPS,
 ) -> Tensor:
-    """Return w = g·v/‖v‖ (eq. 2): the direction of v with length |g|.
+    """Return w = g·v/‖v‖ (eq. 2): the direction of v with length ``|g|``.
 
     With a `mask` m, v is masked before it is normalized: w = g·(m⊙v)/‖m⊙v‖. A row with
     ‖v‖ ≤ `eps`, such as a fully masked one, gives w = 0 and receives no gradient.

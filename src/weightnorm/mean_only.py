@@ -17,6 +17,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from inspect import cleandoc
 from typing import Any
 
 import torch
@@ -141,24 +142,21 @@ class _MeanOnlyBatchNorm(nn.Module):
         )
 
 
-class MeanOnlyBatchNorm1d(_MeanOnlyBatchNorm):
-    """Mean-only batch normalization of (B, C) or (B, C, L)."""
+_DESCRIPTION = cleandoc(_MeanOnlyBatchNorm.__doc__ or "")
 
-    __doc__ += _MeanOnlyBatchNorm.__doc__ or ""
+
+class MeanOnlyBatchNorm1d(_MeanOnlyBatchNorm):
+    __doc__ = f"Mean-only batch normalization of (B, C) or (B, C, L).\n\n{_DESCRIPTION}"
     dims = (2, 3)
 
 
 class MeanOnlyBatchNorm2d(_MeanOnlyBatchNorm):
-    """Mean-only batch normalization of (B, C, H, W)."""
-
-    __doc__ += _MeanOnlyBatchNorm.__doc__ or ""
+    __doc__ = f"Mean-only batch normalization of (B, C, H, W).\n\n{_DESCRIPTION}"
     dims = (4,)
 
 
 class MeanOnlyBatchNorm3d(_MeanOnlyBatchNorm):
-    """Mean-only batch normalization of (B, C, D, H, W)."""
-
-    __doc__ += _MeanOnlyBatchNorm.__doc__ or ""
+    __doc__ = f"Mean-only batch normalization of (B, C, D, H, W).\n\n{_DESCRIPTION}"
     dims = (5,)
 
 

@@ -21,9 +21,11 @@ class Finding:
     """A probable mistake: what it is, in which weight, and what to do."""
 
     kind: str
+    """What is probably wrong."""
     weight: str
-    """Its name in the model."""
+    """The name of the weight in the model."""
     advice: str
+    """What to do."""
 
     def __str__(self) -> str:
         return f"{self.weight}: {self.kind}; {self.advice}"

@@ -25,9 +25,9 @@ class Writer(Protocol):
 class TrainingMonitor:
     """Log norms, effective steps, dead units and angles every `every` optimizer steps.
 
-    For each normalized weight: ``v_norm`` and ``effective_step``, the means of ‖v‖ and |g|/‖v‖ over
-    its units; ``dead_units``, their number; and ``angle_change``, the mean angle in radians between
-    a unit's weight now and at the previous measurement.
+    For each normalized weight: ``v_norm`` and ``effective_step``, the means of ‖v‖ and ``|g|/‖v‖``
+    over its units; ``dead_units``, their number; and ``angle_change``, the mean angle in radians
+    between a unit's weight now and at the previous measurement.
 
     `log` is a TensorBoard SummaryWriter, or is called as ``log(tag, value, step)``. A measurement
     reads the weights a few times: at the default interval 0.02 % of the training time of a

@@ -34,9 +34,9 @@ def weight_norms(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def effective_step(model: nn.Module) -> dict[str, Tensor]:
-    """Return |g|/‖v‖ of every unit by name: the scale of ∇v in eq. 4. 0 for a zero row.
+    """Return ``|g|/‖v‖`` of every unit by name: the scale of ∇v in eq. 4. 0 for a zero row.
 
-    One step changes the direction of w by about learning rate × (|g|/‖v‖)·‖M∇w‖/‖v‖ radians.
+    A step with learning rate lr changes the direction of w by about ``lr·|g|·‖M∇w‖/‖v‖²`` radians.
     """
     norms = weight_norms(model)
     lengths = {w.path: whole(w.parts().g).flatten().abs() for w in find_normalized(model)}
@@ -47,7 +47,7 @@ def effective_step(model: nn.Module) -> dict[str, Tensor]:
 def unit_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return every weight by name, normalized or not, as a matrix with one row per output unit.
 
-    Pass it to :func:`direction_angle` later to measure how far each unit's direction has moved.
+    Pass it to ``direction_angle`` later to measure how far each unit's direction has moved.
 
     >>> unit_weights(nn.ConvTranspose1d(2, 3, 5))["weight"].shape
     torch.Size([3, 10])
@@ -63,7 +63,7 @@ def unit_weights(model: nn.Module) -> dict[str, Tensor]:
 def direction_angle(model: nn.Module, since: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the angle in radians between each unit's weight now and earlier; 0 for a zero row.
 
-    `since` is an earlier result of :func:`unit_weights`.
+    `since` is an earlier result of ``unit_weights``.
     """
     now = unit_weights(model)
     return {
@@ -130,8 +130,11 @@ class BatchNoise(NamedTuple):
     """Batch statistics of each channel: (draws, channels), or a statistic of them, (channels)."""
 
     mean: Tensor
+    """μ of a batch."""
     variance: Tensor
+    """σ² of a batch."""
     inverse_std: Tensor
+    """1/σ of a batch."""
 
 
 @torch.no_grad()
@@ -156,7 +159,7 @@ def noise_kurtosis(
     """Return the excess kurtosis of the batch statistics of each channel; 0 for Gaussian noise.
 
     Mean-only batch norm adds only the noise of the batch mean; full batch norm also multiplies by
-    1/σ of the batch (section 4). Batches are drawn as in :func:`batch_noise`.
+    1/σ of the batch (section 4). Batches are drawn as in ``batch_noise``.
     """
     return BatchNoise(*map(excess_kurtosis, batch_noise(t, batch_size, draws, generator)))
 

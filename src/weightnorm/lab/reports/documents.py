@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -147,21 +148,17 @@ def blocks(sections: dict[str, Section]) -> dict[str, str]:
 
 
 def _gallery(found: dict[str, str]) -> Iterator[str]:
-    """Yield the lines of an HTML table with two experiments side by side.
-
-    Markdown tables cannot set the widths of columns.
-    """
-    yield "<table>"
-    for index, entry in enumerate(GALLERY):
+    """Yield the lines of a Markdown table with two experiments in each row."""
+    yield "| | |"
+    yield "|---|---|"
+    cells = []
+    for entry in GALLERY:
         sentences = found[entry.findings].removeprefix("- ").split("\n- ")[entry.first :]
-        title = escape(entry.title)
-        yield (
-            f'{"" if index % 2 else "<tr>"}<td width="50%" valign="top">'
-            f'<b><a href="{entry.card}">{title}</a></b><br>'
-            f'<img src="docs/results/{entry.figure}" width="400" alt="{title}"><br>'
-            f"{escape(' '.join(sentences))}</td>"
-        )
-    yield "</table>"
+        image = f'<img src="docs/results/{entry.figure}" width="340" alt="{escape(entry.title)}">'
+        text = " ".join(sentences).replace("|", r"\|")
+        cells.append(f"**[{entry.title}]({entry.card})**<br>{image}<br>{text}")
+    for left, right in zip_longest(cells[::2], cells[1::2], fillvalue=""):
+        yield f"| {left} | {right} |"
 
 
 def _bench_files(root: Path) -> dict[str, str]:

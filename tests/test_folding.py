@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from threads import in_threads
 from weightnorm import (
+    data_dependent_init,
     folded,
     init_,
     is_weight_normed,
@@ -334,6 +335,34 @@ def test_weight_norm_that_the_model_brought_along_is_kept():
     assert remove_weight_norm(model, include_torch=False) == ["2.weight"]
     assert list(model.state_dict()) == own
     assert remove_weight_norm(model) == ["0.weight", "1.weight"]
+
+
+class Wrapper(nn.Module):
+    """Forwards attributes that it lacks to the module it wraps, as peft's wrappers do."""
+
+    def __init__(self, wrapped):
+        super().__init__()
+        self.wrapped = wrapped
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("wrapped"), name)
+
+    def forward(self, x):
+        return self.wrapped(x)
+
+
+def test_wrapper_that_forwards_attributes_has_no_weight_of_its_own():
+    model = nn.Sequential(Wrapper(weight_norm(nn.Linear(2, 3))))
+    assert not is_weight_normed(model[0])
+    assert [layer.name for layer in data_dependent_init(model, torch.randn(9, 2)).done] == [
+        "0.wrapped"
+    ]
+    with folded(model):
+        assert [*model.state_dict()] == ["0.wrapped.weight", "0.wrapped.bias"]
+    assert remove_weight_norm(model) == ["0.wrapped.weight"]
 
 
 def test_removing_from_a_lazy_model_cancels_the_pending_normalization():

@@ -94,6 +94,8 @@ def test_options_that_need_values_are_refused_on_meta():
     with pytest.raises(ValueError, match=r"mask would lose its values; .* to_empty first"):
         weight_norm(model[0], mask=torch.ones(3, 2))
     assert not is_weight_normed(model[0])
+    with torch.device("meta"), pytest.raises(ValueError, match=r"g would lose its values"):
+        weight_norm_model(model, g=1.0)
     with pytest.raises(ValueError, match=r"0.weight is on the meta device: there is nothing"):
         WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="on the meta device: give it memory and values first"):

@@ -18,9 +18,9 @@ from torch.nn.parameter import UninitializedParameter
 from weightnorm import functional
 from weightnorm.dtensor import on_mesh_of, placed_like
 from weightnorm.functional import Parts
+from weightnorm.layers import parametrizations_of
 from weightnorm.parametrization import (
     WeightNorm,
-    parametrizations_of,
     torch_hook,
     torch_hook_names,
 )

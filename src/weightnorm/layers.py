@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import is_parametrized
 
 from weightnorm.torch_private import ConvBase, ConvTransposeBase
 
@@ -75,11 +74,21 @@ def matching(names: list[str], pattern: str, argument: str) -> list[str]:
     return found
 
 
+def parametrizations_of(module: nn.Module) -> Any:
+    """Return the module's ParametrizationLists by tensor name; empty if there are none.
+
+    (torch's ``is_parametrized`` reads the attribute, so it is also true of a wrapper that forwards
+    attributes to the module it wraps, as peft's do.)
+    """
+    own = module._modules.get("parametrizations")
+    return own if isinstance(own, nn.ModuleDict) else {}
+
+
 def own_parameters(module: nn.Module) -> list[Tensor]:
     """Return the module's own parameters; those of a parametrized tensor are v and g."""
     own: list[Tensor] = list(module.parameters(recurse=False))
-    if is_parametrized(module):
-        own += module.parametrizations.parameters()  # type: ignore[union-attr]
+    for parametrizations in parametrizations_of(module).values():
+        own += parametrizations.parameters()
     return own
 
 
@@ -94,8 +103,8 @@ def parameter_owners(model: nn.Module) -> dict[tuple[int, int], list[tuple[str, 
     inner = {
         part
         for module in model.modules()
-        if is_parametrized(module)
-        for part in module.parametrizations.modules()  # type: ignore[union-attr]
+        for parametrizations in parametrizations_of(module).values()
+        for part in parametrizations.modules()
     }
     owners: dict[tuple[int, int], list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():

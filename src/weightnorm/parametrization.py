@@ -30,6 +30,7 @@ from torch.nn.utils.weight_norm import WeightNorm as TorchHook
 from weightnorm import functional, kernels
 from weightnorm.dtensor import on_mesh_of, placed_like
 from weightnorm.functional import EPS
+from weightnorm.layers import parametrizations_of
 
 Scale = Literal["linear", "log"]
 SCALES = ("linear", "log")
@@ -225,11 +226,6 @@ def _register(
     registered.__class__ = WeightNormParametrizationList
     _extend_class(module, [name])
     return registered
-
-
-def parametrizations_of(module: nn.Module) -> Any:
-    """Return the module's ParametrizationLists by tensor name; empty if there are none."""
-    return module.parametrizations if parametrize.is_parametrized(module) else {}
 
 
 def unparametrize(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[], None]:

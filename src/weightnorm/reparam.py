@@ -353,7 +353,8 @@ def _check_options(options: _Options) -> None:
     if options.g is not None:
         if not isinstance(options.g, (int, float, Tensor)):
             raise TypeError(f"g must be a number or a tensor; got {options.g!r}")
-        g = torch.as_tensor(options.g)
+        # Not on the default device, which may be "meta": from_pretrained builds models there.
+        g = options.g if isinstance(options.g, Tensor) else torch.tensor(options.g, device="cpu")
         if not g.isfinite().all():
             raise ValueError(f"g={options.g} must be finite")
         if options.scale == "log" and not (g > 0).all():
@@ -367,7 +368,7 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter:
         raise ValueError(
             f"{kind}.{name} is weight-normalized already; use remove_weight_norm to remove it"
         )
-    if name in parametrization.parametrizations_of(module):
+    if name in layers.parametrizations_of(module):
         raise ValueError(f"{kind}.{name} has another parametrization; apply weight norm before it")
     parameter = module._parameters.get(name)
     if parameter is None:

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from weightnorm import normalized_weights, parts, weight_norm, weight_norm_model
+from weightnorm import (
+    WeightNormOptimizer,
+    normalized_weights,
+    parts,
+    remove_weight_norm,
+    weight_norm,
+    weight_norm_model,
+)
 from weightnorm.diagnostics import check
 
 
@@ -99,3 +106,26 @@ def test_optimizer_step_is_not_a_stale_write():
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert check(layer, optimizer) == []
+
+
+def test_optimizer_form(model):
+    remove_weight_norm(model)
+    model.append(nn.Embedding(3, 3))
+    sgd = torch.optim.SGD
+    assert check(nn.Sequential(model), WeightNormOptimizer(model, sgd, lr=0.1)) == []
+    first = WeightNormOptimizer(model, sgd, where=lambda name, _: name == "0", lr=0.1)
+    assert kinds(check(model, first)) == [("2.weight", "not normalized, unlike other layers")]
+    with torch.no_grad():
+        model[2].weight[1] = 0
+    dead = WeightNormOptimizer(model, sgd, lr=0.1)
+    assert kinds(check(model, dead)) == [("2.weight", "1 of 2 units dead: v or g is zero")]
+
+
+@pytest.mark.parametrize(("on", "found"), [("parts", ["0.weight", "2.weight"]), ("w", [])])
+def test_weight_decay_in_the_optimizer_form(model, on, found):
+    remove_weight_norm(model)
+    adam = torch.optim.AdamW
+    optimizer = WeightNormOptimizer(model, adam, lr=0.1, weight_decay=0.1, weight_decay_on=on)
+    findings = check(model, optimizer)
+    assert [finding.weight for finding in findings] == found
+    assert all("weight decay on g" in finding.kind for finding in findings)

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weightnorm.functional import EPS
+from weightnorm.in_place import InPlaceWeight
 from weightnorm.inspection import NormalizedWeight, find_normalized
 from weightnorm.layers import chosen_weights
+from weightnorm.optimizer import WeightNormOptimizer
 
 LONG = 1e4
 """Ratio ‖v‖/|g| above which a unit is reported: its effective step is close to 0."""
@@ -36,8 +38,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
     """Return the probable mistakes in the normalized weights of a model; empty if there are none.
 
     Finds weights that were left out, stale writes, dead units, and units whose effective step is
-    close to 0; given the optimizer, also weight decay on g and parameters that are not trained.
-    Costs O(parameters).
+    close to 0; given the optimizer, also weight decay on g and parameters that are not trained. For
+    the optimizer form, pass the ``WeightNormOptimizer`` itself. Costs O(parameters).
 
     >>> import weightnorm
     >>> model = nn.Sequential(weightnorm.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
@@ -45,21 +47,29 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
     1.weight: not normalized, unlike other layers; use weight_norm_model, or ignore this if intended
     """
     found = list(find_normalized(model))
-    findings = [*_left_out(model, found)]
+    in_optimizer = optimizer._weights if isinstance(optimizer, WeightNormOptimizer) else []
+    findings = [*_left_out(model, found, in_optimizer)]
     for weight in found:
-        findings += [*_stale(weight), *_lengths(weight)]
-    if optimizer is not None:
+        findings += [*_stale(weight), *_lengths(weight.path, weight.v_norm(), weight.parts().g)]
+    if isinstance(optimizer, WeightNormOptimizer):
+        for plain, (_, g) in zip(in_optimizer, optimizer.parts().values(), strict=True):
+            findings += [*_lengths(plain.name, plain.norm, g)]
+        findings += [*_optimizer_form(optimizer)]
+    elif optimizer is not None:
         findings += [*_optimizer(found, optimizer)]
     return findings
 
 
-def _left_out(model: nn.Module, found: list[NormalizedWeight]) -> Iterator[Finding]:
+def _left_out(
+    model: nn.Module, found: list[NormalizedWeight], in_optimizer: list[InPlaceWeight]
+) -> Iterator[Finding]:
     names = {weight.path for weight in found}
-    if not names:
+    plain = {id(weight.weight) for weight in in_optimizer}
+    if not (names or plain):
         yield Finding("no weight is normalized", "the model", "apply weight_norm_model to it")
         return
-    for path, _, _ in chosen_weights(model):
-        if path not in names:
+    for path, layer, name in chosen_weights(model):
+        if path not in names and id(layer._parameters.get(name)) not in plain:
             yield Finding(
                 "not normalized, unlike other layers",
                 path,
@@ -84,36 +94,39 @@ def _stale(weight: NormalizedWeight) -> Iterator[Finding]:
         )
 
 
-def _lengths(weight: NormalizedWeight) -> Iterator[Finding]:
-    norm, g = weight.v_norm().flatten(), weight.parts().g.flatten().abs()
+def _lengths(path: str, norm: Tensor, g: Tensor) -> Iterator[Finding]:
+    norm, g = norm.flatten(), g.flatten().abs()
     if not (norm.isfinite().all() and g.isfinite().all()):
-        yield Finding(
-            "not finite", weight.path, "load an earlier checkpoint and lower the learning rate"
-        )
+        yield Finding("not finite", path, "load an earlier checkpoint and lower the learning rate")
         return
     if dead := int(((norm <= EPS) | (g == 0)).sum()):
         yield Finding(
             f"{dead} of {len(norm)} units dead: v or g is zero",
-            weight.path,
+            path,
             "reinitialize them, or remove them",
         )
     longest = (norm / g.clamp_min(EPS))[g > 0]
     if len(longest) and longest.max() > LONG:
         yield Finding(
             f"‖v‖ is up to {longest.max():.2g} times |g|: their effective step is close to 0",
-            weight.path,
+            path,
             "lower the learning rate, or fold and apply weight_norm again to start from ‖v‖ = |g|",
         )
+
+
+def _weight_decay(optimizer: torch.optim.Optimizer) -> dict[int, float]:
+    """Return the weight decay of each parameter, by its id."""
+    return {
+        id(p): group.get("weight_decay", 0)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
 
 
 def _optimizer(
     found: list[NormalizedWeight], optimizer: torch.optim.Optimizer
 ) -> Iterator[Finding]:
-    decay = {
-        id(p): group.get("weight_decay", 0)
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
+    decay = _weight_decay(optimizer)
     for weight in found:
         parts = zip("vg", weight.stored, strict=True)
         left_out = [name for name, part in parts if part.requires_grad and id(part) not in decay]
@@ -128,4 +141,15 @@ def _optimizer(
                 "weight decay on g pulls the length of w itself towards zero",
                 weight.path,
                 "put g in a parameter group with weight_decay=0 (decay on v does not change w)",
+            )
+
+
+def _optimizer_form(optimizer: WeightNormOptimizer) -> Iterator[Finding]:
+    decay = _weight_decay(optimizer)
+    for weight in optimizer._weights:
+        if decay[id(weight.weight)]:
+            yield Finding(
+                "weight decay on g pulls the length of w itself towards zero",
+                weight.name,
+                'pass weight_decay_on=None, or "w" if that is intended',
             )

@@ -11,15 +11,20 @@ Note [cut units]
     Each rank works on its shard of a DTensor. Where a unit lies on several ranks (columns under
     tensor parallelism, transposed convolutions under FSDP2), its squares and products are summed
     over them: one all-reduce for all such weights.
+
+Note [small weights]
+    A call of a kernel takes longer than its arithmetic on a small weight. Small weights with rows
+    of equal shape are copied into one matrix, processed by one call of each kernel, and copied
+    back. The number of elements in such a matrix is limited, and so is the memory for it.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +34,7 @@ from weightnorm.functional import Parts
 from weightnorm.kernels import EPS, unit_shape, wide_dtype
 from weightnorm.torch_private import (
     foreach_add_,
+    foreach_copy_,
     foreach_mul_,
     foreach_sub_,
     fused_weight_norm_backward,
@@ -36,8 +42,8 @@ from weightnorm.torch_private import (
 
 Retract = bool | float | Literal["rms"]
 
-_PIECE = 2**18
-"""Elements that are processed at a time on a CPU: more would leave the cache between passes."""
+_SMALL, _STACKED, _FEWEST = 2**15, 2**18, 4
+"""Elements of a small weight, of a stack of them, and how many are worth a copy."""
 
 
 class InPlaceWeight:
@@ -89,6 +95,7 @@ class InPlaceWeight:
 
     def _locate_units(self) -> None:
         """Which mesh axes cut units, and where the units' numbers lie."""
+        self.shape = unit_shape(self.weight.shape, self.dim, self.groups)
         self.placements: Any = None
         if not is_sharded(self.weight):
             return
@@ -154,6 +161,10 @@ class InPlaceWeight:
         self.strides, self.dtype = stored.stride(), self.weight.dtype
         self.x, self.axes = self._unit_view(stored)
         self.rows = self.dim == 0 and self.axes == (1,) and self.x.is_contiguous()
+        self.stacking: tuple[int, ...] | None = None
+        """Small weights that share it are stacked, see Note [small weights]."""
+        if self.rows and not self.cut and stored.is_contiguous() and stored.numel() <= _SMALL:
+            self.stacking = tuple(stored.shape[1:])
         kept = [1 if axis in self.axes else size for axis, size in enumerate(self.x.shape)]
         if self.index is not None:
             kept[0] = self.groups
@@ -163,8 +174,7 @@ class InPlaceWeight:
     def fan_in(self) -> int:
         """Elements per unit."""
         shape = self.weight.shape
-        units = math.prod(unit_shape(shape, self.dim, self.groups))
-        return shape.numel() // max(1, units)
+        return shape.numel() // max(1, math.prod(self.shape))
 
     def moved(self) -> bool:
         """Whether the weight lies elsewhere than at the last `bind`."""
@@ -233,9 +243,9 @@ class InPlaceWeight:
 
     def as_units(self, column: Tensor) -> Tensor:
         """A column in the shape of g; sharded if the weight is."""
+        shape = self.shape
         if not is_sharded(self.weight):
-            return column.view(unit_shape(self.weight.shape, self.dim, self.groups))
-        shape = unit_shape(self.weight.shape, self.dim, self.groups)
+            return column.view(shape)
         here = list(shape)
         if self.dim is not None:
             here[self.dim] = local(self.weight).shape[self.dim]
@@ -315,56 +325,86 @@ class InPlaceWeight:
         return Parts(self._like_stored(v), g)
 
 
-class Part(NamedTuple):
-    """A weight, or rows of a large one, as a batch processes it."""
-
-    number: int
-    """Of the weight."""
-    x: Tensor
-    rows: slice | None
-    """None: all of the weight."""
-
-
 class UnitBatch:
     """Weights that are processed at a time, and their numbers per unit.
 
-    On a CPU as many as fit into the cache, so that norm, gradient and scaling read them from memory
-    once; on an accelerator all of them, for the fewest kernel launches.
+    The small weights of Note [small weights] are copied into one matrix by `read` and back by
+    `write`; all others are processed in their own memory.
     """
 
-    def __init__(self, units: Units, parts: list[Part], start: int, counts: list[int]) -> None:
-        self.parts, self.counts = parts, counts
-        self.weights = [units.weights[part.number] for part in parts]
-        self.g, self.norm = (t[start : start + sum(counts)] for t in (units.g, units.norm))
-        self.xs = [part.x for part in parts]
+    def __init__(self, units: Units, numbers: list[int], start: int) -> None:
+        self.numbers, self.weights = numbers, [units.weights[i] for i in numbers]
+        self.counts = [weight.count for weight in self.weights]
+        self.part = slice(start, start + sum(self.counts))
+        self.g, self.norm = units.g[self.part], units.norm[self.part]
+        first = self.weights[0]
+        self.stacks = len(numbers) > 1 and first.stacking is not None
         self.cut = [i for i, weight in enumerate(self.weights) if weight.cut]
-        self.rows = not self.cut and all(weight.rows for weight in self.weights)
-        first = self.xs[0]
+        self.rows = first.rows and not self.cut
         self.is_fused = (
             self.rows
-            and first.device.type in ("cpu", "cuda")
-            and first.dtype in (torch.float32, torch.float64)
-            and all(x.numel() for x in self.xs)
+            and first.x.device.type in ("cpu", "cuda")
+            and first.x.dtype in (torch.float32, torch.float64)
+            and all(weight.x.numel() for weight in self.weights)
         )
-        self.on_cpu = first.device.type == "cpu"
+        self.on_cpu = first.x.device.type == "cpu"
+        self.sizes = [self.part.stop - start] if self.stacks else self.counts
+        """Units of each tensor that `read` returns."""
+
+    def read(self) -> list[Tensor]:
+        """The weights as tensors that numbers per unit broadcast to."""
+        if self.stacks:
+            return [torch.cat([weight.stored for weight in self.weights]).flatten(1)]
+        return [weight.x for weight in self.weights]
+
+    def write(self, xs: list[Tensor]) -> None:
+        """Store the changed result of `read`."""
+        if self.stacks:
+            _unstack([weight.stored for weight in self.weights], xs[0], self.counts)
+
+    def read_gradients(self, gradients: dict[int, Tensor]) -> list[Tensor | None]:
+        """The gradients in the layout of `read`; None where there is none."""
+        found = [gradients.get(i) for i in self.numbers]
+        if not self.stacks:
+            return [
+                None if grad is None else weight.unit_view(grad)
+                for weight, grad in zip(self.weights, found, strict=True)
+            ]
+        if all(grad is None for grad in found):
+            return [None]
+        tensors = [
+            torch.zeros_like(weight.stored) if grad is None else grad
+            for weight, grad in zip(self.weights, found, strict=True)
+        ]
+        return [torch.cat(tensors).flatten(1)]
+
+    def write_gradient(self, gradients: dict[int, Tensor], k: int, new: Tensor) -> None:
+        """Store new values of the k-th tensor of `read_gradients`."""
+        if self.stacks:
+            kept = [k for k, i in enumerate(self.numbers) if i in gradients]
+            parts = new.view(-1, *self.weights[0].stored.shape[1:]).split(self.counts)
+            foreach_copy_([gradients[self.numbers[k]] for k in kept], [parts[k] for k in kept])
+            return
+        grad = gradients[self.numbers[k]]
+        _replace(grad, new.as_strided(grad.shape, grad.stride()))
 
     def split(self, column: Tensor) -> Sequence[Tensor]:
-        """A column's part for each weight."""
-        return [column] if len(self.counts) == 1 else column.split(self.counts)
+        """A column's part for each tensor of `read`."""
+        return [column] if len(self.sizes) == 1 else column.split_with_sizes(self.sizes)
 
     def spread(self, column: Tensor) -> list[Tensor]:
-        """A column's part for each weight, so that it broadcasts to it."""
+        """A column's part for each tensor of `read`, so that it broadcasts to it."""
         parts = self.split(column)
         if self.rows:
             return list(parts)
         return [weight.spread(part) for weight, part in zip(self.weights, parts, strict=True)]
 
-    def norms(self) -> Tensor:
-        """‖·‖ of every unit, of the weights as they are now."""
+    def norms(self, xs: list[Tensor]) -> Tensor:
+        """‖·‖ of every unit."""
         norm = torch.empty_like(self.norm)
         columns = self.split(norm)
         if self.rows:
-            for x, column in zip(self.xs, columns, strict=True):
+            for x, column in zip(xs, columns, strict=True):
                 torch.linalg.vector_norm(x, dim=1, keepdim=True, out=column)
             return norm
         for weight, column in zip(self.weights, columns, strict=True):
@@ -384,9 +424,9 @@ class UnitBatch:
             for part, total in zip(parts, joined.split([len(p) for p in parts]), strict=True):
                 part.copy_(total)
 
-    def scale(self, factor: Tensor) -> None:
+    def scale(self, xs: list[Tensor], factor: Tensor) -> None:
         """Multiply every unit by its factor."""
-        foreach_mul_(self.xs, self.spread(factor))
+        foreach_mul_(xs, self.spread(factor))
 
     def may_hold_other(self, mask: Tensor) -> bool:
         """Whether any is false; without reading numbers back from a device, whether it may be."""
@@ -397,8 +437,12 @@ class Units:
     """Numbers per unit of all weights on one device, see Note [one flat vector]."""
 
     def __init__(self, weights: Sequence[InPlaceWeight], log: bool) -> None:
-        # Those that need other formulas or collectives last, so that batches are contiguous.
-        self.weights = sorted(weights, key=lambda w: (bool(w.cut), not w.rows))
+        alike = Counter(weight.stacking for weight in weights)
+        for weight in weights:
+            if alike[weight.stacking] < _FEWEST:
+                weight.stacking = None
+        # Weights of a batch have to be neighbors.
+        self.weights = sorted(weights, key=lambda w: (bool(w.cut), not w.rows, w.stacking or ()))
         self.log = log
         first = self.weights[0].stored
         self.counts = [w.count for w in self.weights]
@@ -424,39 +468,31 @@ class Units:
 
     def _find_batches(self, active: Sequence[int]) -> Iterator[UnitBatch]:
         starts = [0, *itertools.accumulate(self.counts)]
-        parts: list[Part] = []
+        numbers: list[int] = []
+        size = 0
         for i in active:
-            weight, last = self.weights[i], self.weights[parts[-1].number] if parts else None
-            limit = _PIECE if weight.x.device.type == "cpu" and weight.rows else math.inf
-            size = sum(part.x.numel() for part in parts) + weight.x.numel()
+            weight, last = self.weights[i], self.weights[numbers[-1]] if numbers else None
+            limit = _STACKED if weight.stacking is not None else math.inf
             if last is not None and (
-                parts[-1].number != i - 1
+                numbers[-1] != i - 1
+                or weight.stacking != last.stacking
                 or (weight.rows, bool(weight.cut)) != (last.rows, bool(last.cut))
-                or (size > limit and not weight.cut)
+                or size + weight.x.numel() > limit
             ):
-                yield self._batch(parts, starts)
-                parts = []
-            if weight.cut or not weight.x.numel() > 2 * limit:
-                parts.append(Part(i, weight.x, None))
-                continue
-            rows = max(1, _PIECE // weight.x.shape[1])
-            for start in range(0, len(weight.x), rows):
-                cut = slice(start, min(start + rows, len(weight.x)))
-                part = Part(i, weight.x[cut], cut)
-                yield UnitBatch(self, [part], starts[i] + start, [cut.stop - cut.start])
-        if parts:
-            yield self._batch(parts, starts)
-
-    def _batch(self, parts: list[Part], starts: list[int]) -> UnitBatch:
-        counts = [self.counts[part.number] for part in parts]
-        return UnitBatch(self, parts, starts[parts[0].number], counts)
+                yield UnitBatch(self, numbers, starts[numbers[0]])
+                numbers, size = [], 0
+            numbers.append(i)
+            size += weight.x.numel()
+        if numbers:
+            yield UnitBatch(self, numbers, starts[numbers[0]])
 
     def lengths(self, batch: UnitBatch) -> Tensor:
         """g, signed; eˢ for a log-scale."""
         return batch.g.exp() if self.log else batch.g
 
-    def _read_lengths(self, batch: UnitBatch, length: Tensor) -> tuple[Tensor, Tensor]:
+    def _read_lengths(self, batch: UnitBatch, xs: list[Tensor]) -> tuple[Tensor, Tensor]:
         """(g, ±‖w‖), after weights that were written to and zero rows have been taken care of."""
+        length = batch.norms(xs)
         g = self.lengths(batch)
         size = g.abs()
         # Where ‖w‖ is |g| but for rounding, g stays as it is. False for zero rows and NaN.
@@ -470,7 +506,7 @@ class Units:
                 batch.g.copy_(g)
             # A zero row takes the diagonal direction: as if ‖w‖ were 1, with g = 0.
             zero = length <= EPS
-            for x, weight, mask in zip(batch.xs, batch.weights, batch.spread(zero), strict=True):
+            for x, weight, mask in zip(xs, batch.weights, batch.spread(zero), strict=False):
                 x.masked_fill_(mask, weight.fan_in() ** -0.5)
             length.masked_fill_(zero, 1.0)
         return g, torch.copysign(length, g)
@@ -484,71 +520,24 @@ class Units:
         """
         for i in active:
             self.weights[i].read_copy()
-        grads = {i: self.weights[i].local_grad() for i in graded}
-        views = {i: self.weights[i].unit_view(grad) for i, grad in grads.items()}
-        grad_g: dict[int, list[Tensor]] = {i: [] for i in graded}
+        gradients = {i: self.weights[i].local_grad() for i in graded}
+        grad_g = torch.zeros_like(self.g) if train_g else None
         for batch in self.batches(active):
-            g, length = self._read_lengths(batch, batch.norms())
+            xs = batch.read()
+            g, length = self._read_lengths(batch, xs)
             factor = batch.norm / length
-            here = [
-                views.get(part.number) if part.rows is None else views[part.number][part.rows]
-                for part in batch.parts
-                if part.rows is None or part.number in views
-            ]
-            if any(view is not None for view in here):
-                columns = self._gradients(batch, here, g, length, factor, train_g, project)
-                if self.log and train_g:  # ∇s = g·∇g
-                    columns = [c * each for c, each in zip(columns, batch.split(g), strict=True)]
-                for part, column in zip(batch.parts, columns, strict=False):
-                    if part.number in grad_g:
-                        grad_g[part.number].append(column)
-            batch.scale(factor)
-        for i in graded:
-            columns = grad_g[i] if train_g else []
-            whole = torch.cat(columns) if len(columns) > 1 else columns[0] if columns else None
-            self.weights[i].set_gradients(grads[i], whole)
-
-    def _gradients(
-        self,
-        batch: UnitBatch,
-        grads: Sequence[Tensor | None],
-        g: Tensor,
-        length: Tensor,
-        factor: Tensor,
-        train_g: bool,
-        project: bool,
-    ) -> Sequence[Tensor]:
-        """Overwrite ∇w by ∇v; returns ∇g of each weight."""
-        if project and batch.is_fused and not torch.compiler.is_compiling():
-            # torch's fused backward pass, with w for v and g·L/‖v‖ for g.
-            gains, lengths, found = batch.split(g / factor), batch.split(length), []
-            for grad, x, gain, norm in zip(grads, batch.xs, gains, lengths, strict=True):
-                if grad is None:
-                    found.append(norm)
-                    continue
-                grad_v, grad_g = fused_weight_norm_backward(grad, x, gain, norm, 0)
-                grad.copy_(grad_v)
-                found.append(grad_g)
-            return found
-        columns: Sequence[Tensor] = ()
-        if project or train_g:
-            dot = torch.zeros_like(g)
-            columns = batch.split(dot)
-            for grad, x, weight, column in zip(
-                grads, batch.xs, batch.weights, columns, strict=True
-            ):
-                if grad is not None:
-                    column.copy_(weight.sum(grad * x))
-            batch.sum_over_ranks(columns)
-            dot.div_(length)
-        slopes = batch.spread(g / batch.norm)
-        along = batch.spread(dot / length) if project else slopes
-        for grad, x, slope, part in zip(grads, batch.xs, slopes, along, strict=True):
-            if grad is not None:
-                if project:
-                    grad.sub_(x * part)
-                grad.mul_(slope)
-        return columns
+            if any(i in gradients for i in batch.numbers):
+                if project and batch.is_fused and not torch.compiler.is_compiling():
+                    column = _project_fused(batch, xs, gradients, g, length, factor)
+                else:
+                    column = _project(batch, xs, gradients, g, length, train_g, project)
+                if grad_g is not None:  # for a log-scale ∇s = g·∇g
+                    grad_g[batch.part] = column * g if self.log else column
+            batch.scale(xs, factor)
+            batch.write(xs)
+        columns = None if grad_g is None else grad_g.split_with_sizes(self.counts)
+        for i, grad in gradients.items():
+            self.weights[i].set_gradients(grad, None if columns is None else columns[i])
 
     def shrink(self, i: int, factor: float) -> None:
         """Multiply g of one weight."""
@@ -571,28 +560,96 @@ class Units:
         now = [self.weights[i].x for i in active]
         foreach_sub_(now, before)
         for batch in self.batches(active):
-            step = batch.norms()
+            xs = batch.read()
+            step = batch.norms(xs)
             factor = (batch.norm / step).masked_fill_(step == 0, 0.0)
-            for part, column in zip(batch.parts, batch.split(factor), strict=True):
-                column.mul_(rates[part.number])
-            batch.scale(factor)
+            for i, column in zip(batch.numbers, factor.split(batch.counts), strict=True):
+                column.mul_(rates[i])
+            batch.scale(xs, factor)
+            batch.write(xs)
         foreach_add_(now, before)
 
     def to_weights(self, active: Sequence[int], *, keep_norm: bool) -> None:
         """Overwrite v by w = g·v/‖v‖ (eq. 2), and take over ‖v‖ unless it is retracted."""
         for batch in self.batches(active):
-            norm = batch.norms()
+            xs = batch.read()
+            norm = batch.norms(xs)
             factor = self.lengths(batch) / norm
             alive = norm > EPS
             if batch.may_hold_other(alive):
                 zero = norm <= EPS  # not NaN
                 factor.masked_fill_(zero, 0.0)
                 norm = torch.where(zero, batch.norm, norm)
-            batch.scale(factor)
+            batch.scale(xs, factor)
+            batch.write(xs)
             if not keep_norm:
                 batch.norm.copy_(norm)
         for i in active:
             self.weights[i].write_copy()
+
+
+def _project_fused(
+    batch: UnitBatch,
+    xs: list[Tensor],
+    gradients: dict[int, Tensor],
+    g: Tensor,
+    length: Tensor,
+    factor: Tensor,
+) -> Tensor:
+    """Overwrite ∇w by ∇v; returns ∇g. By torch's backward pass, with w for v and g·L/‖v‖ for g."""
+    columns: list[Tensor] = []
+    found, gains, norms = (
+        batch.read_gradients(gradients),
+        batch.split(g / factor),
+        batch.split(length),
+    )
+    for k, (grad, x, gain, norm) in enumerate(zip(found, xs, gains, norms, strict=True)):
+        if grad is None:
+            columns.append(torch.zeros_like(norm))
+            continue
+        found[k] = None  # or it would keep memory that is replaced
+        grad_v, grad_g = fused_weight_norm_backward(grad, x, gain, norm, 0)
+        batch.write_gradient(gradients, k, grad_v)
+        columns.append(grad_g)
+    return columns[0] if len(columns) == 1 else torch.cat(columns)
+
+
+def _project(
+    batch: UnitBatch,
+    xs: list[Tensor],
+    gradients: dict[int, Tensor],
+    g: Tensor,
+    length: Tensor,
+    train_g: bool,
+    project: bool,
+) -> Tensor:
+    """Overwrite ∇w by ∇v, or by (g/‖v‖)∇w without `project`; returns ∇g."""
+    found, dot = batch.read_gradients(gradients), torch.zeros_like(g)
+    if project or train_g:
+        parts = batch.split(dot)
+        for grad, x, weight, part in zip(found, xs, batch.weights, parts, strict=False):
+            if grad is not None:
+                part.copy_(weight.sum(grad * x))
+        batch.sum_over_ranks(parts)
+        dot.div_(length)
+    slopes = batch.spread(g / batch.norm)
+    along = batch.spread(dot / length) if project else slopes
+    for k, (grad, x, slope, each) in enumerate(zip(found, xs, slopes, along, strict=True)):
+        if grad is not None:
+            if project:
+                grad.sub_(x * each)
+            grad.mul_(slope)
+            if batch.stacks:
+                batch.write_gradient(gradients, k, grad)
+    return dot
+
+
+def _replace(x: Tensor, new: Tensor) -> None:
+    """Let x have new values, without a copy unless its memory belongs to other tensors too."""
+    if x.untyped_storage().nbytes() == new.untyped_storage().nbytes():
+        x.data = new
+    else:  # a view of a bucket of gradients, say, whose memory would not be freed
+        x.copy_(new)
 
 
 def initial_norm(weight: InPlaceWeight, retract: Retract) -> None:
@@ -633,6 +690,12 @@ def _rows(x: Tensor) -> Tensor:
             "make the weight contiguous or channels-last"
         )
     return x.permute(_memory_order(x)).flatten(1)
+
+
+def _unstack(xs: list[Tensor], matrix: Tensor, counts: list[int]) -> None:
+    """Copy the rows of a matrix to the tensors that it was stacked from."""
+    whole = matrix.view(-1, *xs[0].shape[1:])
+    foreach_copy_(xs, whole.split(counts))
 
 
 def _set_data(x: Tensor, memory: Tensor) -> None:

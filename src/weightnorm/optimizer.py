@@ -325,6 +325,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     def _decay_weights(self, active: list[list[int]]) -> None:
         """w ← (1 − lr·weight_decay)·w for ``weight_decay_on="w"``: of w, g alone changes."""
+        if not any(group.get("weight_decay_on_w") for group in self.param_groups):
+            return
         for units, which in zip(self._units, active, strict=True):
             for i in which:
                 group = self.param_groups[self._group_of[units.weights[i].weight]]

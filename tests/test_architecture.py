@@ -14,6 +14,7 @@ SRC = Path(__file__).parents[1] / "src" / "weightnorm"
 
 LIBRARY = {
     # module: the modules it imports. Outside packages: torch only.
+    "arguments": set(),
     "torch_private": set(),
     "dtensor": set(),
     "kernels": {"dtensor", "torch_private"},
@@ -22,10 +23,18 @@ LIBRARY = {
     "init_report": set(),
     "functional": {"dtensor", "kernels"},
     "parametrization": {"dtensor", "functional", "kernels", "layers"},
-    "inspection": {"dtensor", "functional", "layers", "parametrization", "torch_private"},
-    "folding": {"dtensor", "inspection", "parametrization"},
-    "batching": {"dtensor", "inspection", "kernels", "parametrization"},
+    "inspection": {
+        "arguments",
+        "dtensor",
+        "functional",
+        "layers",
+        "parametrization",
+        "torch_private",
+    },
+    "folding": {"arguments", "dtensor", "inspection", "parametrization"},
+    "batching": {"arguments", "dtensor", "inspection", "kernels", "parametrization"},
     "reparam": {
+        "arguments",
         "dtensor",
         "folding",
         "functional",
@@ -36,6 +45,7 @@ LIBRARY = {
     },
     "output_sums": {"kernels", "layers"},
     "mean_only": {
+        "arguments",
         "distributed",
         "dtensor",
         "kernels",
@@ -44,6 +54,7 @@ LIBRARY = {
         "torch_private",
     },
     "data_init": {
+        "arguments",
         "distributed",
         "dtensor",
         "folding",
@@ -55,6 +66,7 @@ LIBRARY = {
         "torch_private",
     },
     "robust_init": {
+        "arguments",
         "data_init",
         "dtensor",
         "folding",
@@ -65,14 +77,21 @@ LIBRARY = {
         "mean_only",
         "torch_private",
     },
-    "state_dicts": {"folding", "dtensor", "functional", "inspection", "kernels"},
+    "state_dicts": {"arguments", "folding", "dtensor", "functional", "inspection", "kernels"},
     "diagnostics.probes": {"dtensor", "folding", "functional", "inspection", "layers"},
-    "diagnostics.monitor": {"diagnostics.probes", "dtensor", "inspection"},
-    "diagnostics.linter": {"functional", "in_place", "inspection", "layers", "optimizer"},
+    "diagnostics.monitor": {"arguments", "diagnostics.probes", "dtensor", "inspection"},
+    "diagnostics.linter": {
+        "arguments",
+        "functional",
+        "in_place",
+        "inspection",
+        "layers",
+        "optimizer",
+    },
     "diagnostics": {"diagnostics.linter", "diagnostics.monitor", "diagnostics.probes"},
     "in_place": {"dtensor", "functional", "kernels", "torch_private"},
-    "optimizer": {"functional", "in_place", "layers"},
-    "parameterizations": {"distributed", "mean_only", "reparam"},
+    "optimizer": {"arguments", "functional", "in_place", "layers"},
+    "parameterizations": {"arguments", "distributed", "mean_only", "reparam"},
 }
 
 LAB = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm import kernels
+from weightnorm.arguments import check_module
 from weightnorm.dtensor import is_sharded
 from weightnorm.inspection import NormalizedWeight, find_normalized
 from weightnorm.parametrization import (
@@ -55,6 +56,7 @@ def batched_weights(model: nn.Module) -> BatchedWeights:
     Threads: the block affects only the thread that entered it, and several threads may enter the
     same context manager. Weight norm may be removed and applied again between two blocks.
     """
+    check_module(model, "batched_weights")
     return BatchedWeights(model)
 
 

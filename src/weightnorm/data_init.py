@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer
 from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.utils.data import DataLoader
 
 from weightnorm import kernels, layers
+from weightnorm.arguments import check_module
 from weightnorm.distributed import Group, moments_over_ranks, sum_over_ranks
 from weightnorm.dtensor import refuse_sharded
 from weightnorm.folding import refuse_folded
@@ -86,6 +88,13 @@ def data_dependent_init(
     >>> [layer.name for layer in report.done]
     ['0', '2']
     """
+    check_module(model, "data_dependent_init")
+    if (not batch and forward is None) or (batch and isinstance(batch[0], DataLoader)):
+        got = "a DataLoader" if batch else "no batch"
+        raise TypeError(
+            f"data_dependent_init expects the arguments of the model; got {got}: pass one batch, "
+            "such as the images of next(iter(loader))"
+        )
     refuse_sharded(model, "initialize it on data first, then fully_shard")
     for module in model.modules():
         refuse_folded(module, "initialize the weights")

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from weightnorm.arguments import check_module
 from weightnorm.dtensor import refuse_sharded
 from weightnorm.inspection import NormalizedWeight, find_normalized
 from weightnorm.parametrization import pending_hooks, remove_torch_hook, unparametrize
@@ -46,6 +47,7 @@ def remove_weight_norm(
     >>> remove_weight_norm(model), remove_weight_norm(model)
     (['0.weight'], [])
     """
+    check_module(module, "remove_weight_norm")
     with _LOCK:
         for submodule in module.modules():
             refuse_folded(submodule, "remove the weight norm")
@@ -64,7 +66,10 @@ def remove_weight_norm(
                     "torch.nn.utils.parametrize.remove_parametrizations"
                 )
         _replace_by_parameters(found, trainable=True)
-    return [weight.path for weight in found] + _remove_pending(module, name)
+    removed = [weight.path for weight in found] + _remove_pending(module, name)
+    if name is not None and not any(hasattr(submodule, name) for submodule in module.modules()):
+        raise ValueError(f"no module of {type(module).__name__} has a tensor {name!r}")
+    return removed
 
 
 def _remove_pending(model: nn.Module, name: str | None) -> list[str]:
@@ -100,6 +105,7 @@ def folded(model: M, *, include_torch: bool = True) -> Iterator[M]:
     ...     list(model.state_dict())
     ['weight', 'bias']
     """
+    check_module(model, "folded")
     with _LOCK:
         modules = _fold(model, include_torch)
     try:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from weightnorm import functional
+from weightnorm.arguments import check_module
 from weightnorm.dtensor import on_mesh_of, placed_like
 from weightnorm.functional import Parts
 from weightnorm.layers import parametrizations_of
@@ -150,6 +151,7 @@ def parts(module: nn.Module, name: str = "weight") -> Parts:
     >>> v.shape, g.shape
     (torch.Size([3, 2]), torch.Size([3, 1]))
     """
+    check_module(module, "parts")
     return normalized_weight(module, name).parts()
 
 
@@ -158,12 +160,18 @@ def normalized_weight(module: nn.Module, name: str) -> NormalizedWeight:
     found = {weight.name: weight for weight in find_normalized(module, recurse=False)}
     if name in found:
         return found[name]
-    hint = f"normalized here: {', '.join(found)}" if found else "apply weight_norm first"
+    if found:
+        hint = f"normalized here: {', '.join(found)}"
+    elif next(find_normalized(module), None):
+        hint = "normalized_weights returns v and g of the layers inside it"
+    else:
+        hint = "apply weight_norm first"
     raise ValueError(f"{type(module).__name__} has no weight-normalized tensor {name!r}; {hint}")
 
 
 def is_weight_normed(module: nn.Module, name: str | None = None) -> bool:
     """Return whether the module itself has a normalized weight (of that name), in any flavour."""
+    check_module(module, "is_weight_normed")
     return any(name in (None, weight.name) for weight in find_normalized(module, recurse=False))
 
 
@@ -174,6 +182,7 @@ def normalized_weights(model: nn.Module) -> dict[str, Parts]:
     >>> normalized_weights(weight_norm(nn.Linear(2, 3)))["weight"].g.shape
     torch.Size([3, 1])
     """
+    check_module(model, "normalized_weights")
     return {weight.path: weight.parts() for weight in find_normalized(model)}
 
 
@@ -190,6 +199,7 @@ def unnormalized_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     >>> list(unnormalized_weights(model))
     ['0.weight']
     """
+    check_module(model, "unnormalized_weights")
     parts_ = {id(part) for weight in find_normalized(model) for part in weight.stored}
     return {
         name: parameter

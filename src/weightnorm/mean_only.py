@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm import layers
+from weightnorm.arguments import check_module
 from weightnorm.distributed import Group, mean_over_ranks
 from weightnorm.dtensor import is_sharded
 from weightnorm.kernels import wide_dtype
@@ -65,6 +66,11 @@ class _MeanOnlyBatchNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(num_features, int):
+            raise TypeError(
+                f"num_features must be a number; got {type(num_features).__name__}: to centre the "
+                "outputs of a layer use mean_only_batch_norm(layer)"
+            )
         self.num_features, self.momentum = num_features, momentum
         self._group = None if group is None else weakref.ref(group)
         self.track_running_stats = track_running_stats
@@ -254,6 +260,7 @@ def update_running_means(
         model: called on each input.
         device: where to move the inputs.
     """
+    check_module(model, "update_running_means")
     kinds = (_MeanOnlyBatchNorm, BatchNormBase)
     norms = [module for module in model.modules() if isinstance(module, kinds)]
     momenta = [norm.momentum for norm in norms]

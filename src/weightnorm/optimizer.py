@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from weightnorm import layers
+from weightnorm.arguments import check_dim, check_where
 from weightnorm.functional import Parts, resolve_dim
 from weightnorm.in_place import InPlaceWeight, Retract, Units, initial_norm, units_by_device
 
@@ -120,8 +121,16 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"expected the model, got {type(model).__name__}; its layers determine which "
-                "parameters are weights. Write WeightNormOptimizer(model, inner, params=…)"
+                "parameters are weights. Write WeightNormOptimizer(model, torch.optim.Adam, lr=…)"
             )
+        for argument, factory in {"inner": inner, "lengths": lengths, "others": others}.items():
+            _check_factory(argument, factory, optional=argument != "inner")
+        if not isinstance(params, Iterable | None):
+            raise TypeError(
+                f"params must be parameters or parameter groups; got {params!r}: pass options of "
+                "the optimizer by name, such as lr=0.001"
+            )
+        check_where(where)
         _check_options(scale, train_g, project, retract, weight_decay_on)
         matrices = _moves_matrices(inner) if matrices is None else matrices
         found = {w.weight: w for w in _weights(model, where, dim, matrices)}
@@ -130,7 +139,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         super().__init__(list(model.parameters()) if params is None else params, {})
         self._weights = [found[p] for g in self.param_groups for p in g["params"] if p in found]
         if not self._weights:
-            raise ValueError("`params` has none of the weights to normalize")
+            raise ValueError("`params` has none of the weights to normalize; pass the model's own")
         for weight in self._weights:
             initial_norm(weight, retract)
             if self._log:
@@ -541,6 +550,20 @@ def _check_state(weights: list[InPlaceWeight], saved: dict[Any, dict[str, Any]])
                 raise ValueError(f"{weight.name}: the state's {key} is {got}, expected {shape}")
 
 
+def _check_factory(argument: str, factory: object, *, optional: bool) -> None:
+    """Check that an inner optimizer is given as a class or function."""
+    if callable(factory) or (optional and factory is None):
+        return
+    if isinstance(factory, torch.optim.Optimizer):
+        got = f"an optimizer that is built already; pass its class, {type(factory).__name__}"
+    else:
+        got = repr(factory)
+    raise TypeError(
+        f"{argument} must be the class of an optimizer, such as torch.optim.Adam, or a function of "
+        f"parameter groups, such as functools.partial(torch.optim.Adam, lr=0.001); got {got}"
+    )
+
+
 def _check_options(
     scale: str, train_g: bool, project: bool, retract: object, weight_decay_on: str | None
 ) -> None:
@@ -614,6 +637,7 @@ def _weights(
             continue
         _check_weight(path, module, name, weight)
         chosen = dim(path.rpartition(".")[0], module) if callable(dim) else dim
+        check_dim(chosen)
         axis: tuple[int | None, int]
         axis = layers.unit_axis(module, name) if chosen == "auto" else (chosen, 1)
         if chosen == "auto" and weight.ndim < 2:

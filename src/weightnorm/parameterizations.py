@@ -6,6 +6,7 @@ from enum import Enum
 
 from torch import nn
 
+from weightnorm.arguments import check_module
 from weightnorm.distributed import Group
 from weightnorm.mean_only import mean_only_batch_norm, norm_rank, unit_count
 from weightnorm.reparam import weight_norm
@@ -53,6 +54,10 @@ def parameterize(
     >>> [type(part).__name__ for part in parameterize(nn.Linear(2, 3), "batch-norm")]
     ['Linear', 'BatchNorm1d']
     """
+    check_module(layer, "parameterize")
+    if how not in list(Parameterization):
+        names = ", ".join(map(str, Parameterization))
+        raise ValueError(f"how={how!r} is unknown; expected one of {names}")
     how = Parameterization(how)
     if how.uses_batch:
         norm_rank(layer)  # raises for layers without batch statistics, before anything changes

@@ -56,6 +56,11 @@ class WeightNorm(nn.Module):
         eps: float = EPS,
     ) -> None:
         super().__init__()
+        if isinstance(dim, nn.Module):
+            raise TypeError(
+                f"dim must be an integer or None; got {type(dim).__name__}: to normalize a layer "
+                "use weight_norm(layer)"
+            )
         self.dim, self.groups, self.scale, self.eps = dim, groups, scale, eps
         self.register_buffer("mask", mask, persistent=False)
         self.plain = mask is None and scale == "linear"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from weightnorm import functional, kernels, layers, parametrization
+from weightnorm.arguments import check_dim, check_module, check_where
 from weightnorm.dtensor import is_sharded, refuse_partitioned
 from weightnorm.folding import refuse_folded
 from weightnorm.functional import EPS
@@ -76,7 +77,7 @@ def weight_norm(
     >>> parts(layer).v.shape, parts(layer).g.shape
     (torch.Size([40, 20]), torch.Size([40, 1]))
     """
-    _check_module(module, "weight_norm")
+    _check_changeable(module, "weight_norm")
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name={name!r} must be the name of one parameter, or None")
     names = (name,) if name is not None else layers.weight_names(module) or ("weight",)
@@ -115,9 +116,8 @@ def weight_norm_model(
     >>> weight_norm_model(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
     ['0.weight', '2.weight']
     """
-    _check_module(model, "weight_norm_model")
-    if where is not None and not callable(where):
-        raise TypeError(f"where must be a function of name and module; got {where!r}")
+    _check_changeable(model, "weight_norm_model")
+    check_where(where)
     options = _Options(dim, g, scale, None, eps, train_g)
     plans, already = {}, 0
     for path, module, name in _selected(model, where, dim):
@@ -221,6 +221,12 @@ def init_(module: M, fn: Callable[[Tensor], object], name: str = "weight") -> M:
     >>> bool((layer.weight == 1).all())
     True
     """
+    check_module(module, "init_")
+    if not callable(fn):
+        got = type(fn).__name__ if isinstance(fn, Tensor) else repr(fn)
+        raise TypeError(
+            f"fn must be a function that fills a tensor, such as nn.init.xavier_uniform_; got {got}"
+        )
     refuse_folded(module, f"initialize {name!r}")
     if is_weight_normed(module, name):
         normalized = normalized_weight(module, name)
@@ -228,7 +234,7 @@ def init_(module: M, fn: Callable[[Tensor], object], name: str = "weight") -> M:
         fn(weight)
         normalized.write(weight)
     else:
-        fn(_parameter(module, name))
+        fn(_parameter(module, name, of_model="call init_ for each of"))
     return module
 
 
@@ -328,10 +334,9 @@ def _plan(module: nn.Module, name: str, options: _Options) -> _Plan:
     return plan
 
 
-def _check_module(module: object, function: str) -> None:
+def _check_changeable(module: object, function: str) -> None:
     """Check that the argument is a module whose parameters can be replaced."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{function} expects a torch.nn.Module; got {module!r}")
+    check_module(module, function)
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{function} cannot change a ScriptModule; apply it before torch.jit")
 
@@ -343,9 +348,7 @@ def _check_options(options: _Options) -> None:
         raise ValueError(
             f"scale={options.scale!r} is unknown; expected one of {SCALES}: {near[0]!r}?"
         )
-    dim = options.dim
-    if not (dim is None or dim == "auto" or (isinstance(dim, int) and not isinstance(dim, bool))):
-        raise ValueError(f'dim={dim!r} is unknown; expected "auto", an integer or None')
+    check_dim(options.dim)
     if options.mask is not None and not isinstance(options.mask, Tensor):
         raise TypeError(f"mask must be a tensor; got {options.mask!r}")
     if not (isinstance(options.eps, (int, float)) and 0 <= options.eps < math.inf):
@@ -361,8 +364,13 @@ def _check_options(options: _Options) -> None:
             raise ValueError(f'g={options.g} must be positive with scale="log", where g = eˢ')
 
 
-def _parameter(module: nn.Module, name: str) -> nn.Parameter:
-    """Return a plain parameter of the module, or raise an error with the reason."""
+def _parameter(
+    module: nn.Module, name: str, *, of_model: str = "use weight_norm_model to normalize"
+) -> nn.Parameter:
+    """Return a plain parameter of the module, or raise an error with the reason.
+
+    `of_model` is what to do with the layers inside a module that has no parameters of its own.
+    """
     kind = type(module).__name__
     if is_weight_normed(module, name) or name in pending_hooks(module):
         raise ValueError(
@@ -376,7 +384,7 @@ def _parameter(module: nn.Module, name: str) -> nn.Parameter:
         if (reason := layers.refusal(module, name)) is not None:
             hint = reason
         elif not own and any(layers.weight_names(child) for child in module.modules()):
-            hint = "use weight_norm_model to normalize the layers inside it"
+            hint = f"{of_model} the layers inside it"
         elif near := get_close_matches(name, own, 1):
             hint = f"did you mean {near[0]!r}?"
         else:

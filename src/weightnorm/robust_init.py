@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from weightnorm import kernels, layers
+from weightnorm.arguments import check_module
 from weightnorm.data_init import layer_of, target_layers
 from weightnorm.dtensor import refuse_sharded
 from weightnorm.folding import refuse_folded
@@ -64,6 +65,7 @@ def robust_init(
     >>> robust_init(model)
     {'0': 1.0, '2': 2.0}
     """
+    check_module(model, "robust_init")
     refuse_sharded(model, "initialize it first, then fully_shard")
     for module in model.modules():
         refuse_folded(module, "initialize the weights")

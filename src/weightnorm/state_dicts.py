@@ -31,6 +31,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from os import PathLike
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from weightnorm import functional, kernels
+from weightnorm.arguments import check_module
 from weightnorm.dtensor import local
 from weightnorm.folding import refuse_folded
 from weightnorm.functional import Parts
@@ -307,6 +309,7 @@ def convert_state_dict(
     >>> list(convert_state_dict(weight_norm(nn.Linear(2, 3)).state_dict(), to="hook"))
     ['bias', 'weight_g', 'weight_v']
     """
+    _check_state(state, "convert_state_dict")
     selection = WeightSelection(weights)
     plans = [
         (mapping, plan_conversion(mapping, to, selection, dim, place))
@@ -349,6 +352,18 @@ def plan_conversion(
     _refuse_collisions(tensors)
     _refuse_misreadings(tensors, [] if to == "folded" else names, dim)
     return Conversion(names, tensors)
+
+
+def _check_state(state: object, function: str) -> None:
+    if isinstance(state, Mapping):
+        return
+    if isinstance(state, nn.Module):
+        got = f"the module {type(state).__name__}: pass its state_dict()"
+    elif isinstance(state, (str, PathLike)):
+        got = f"{str(state)!r}: pass torch.load(path, weights_only=True)"
+    else:
+        got = type(state).__name__
+    raise TypeError(f"{function} expects a state dict; got {got}")
 
 
 def _check_arguments(to: Any, dim: Any) -> None:
@@ -490,6 +505,8 @@ def load_state_dict(model: nn.Module, state: State, strict: bool = True) -> list
     >>> load_state_dict(weight_norm(nn.Linear(2, 3)), plain.state_dict())
     ['weight']
     """
+    check_module(model, "load_state_dict")
+    _check_state(state, "load_state_dict")
     for module in model.modules():
         refuse_folded(module, "load the weights")
     own = model.state_dict()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from weightnorm.arguments import check_module, check_optimizer
 from weightnorm.functional import EPS
 from weightnorm.in_place import InPlaceWeight
 from weightnorm.inspection import NormalizedWeight, find_normalized
@@ -46,6 +47,9 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
     >>> print(*check(model))
     1.weight: not normalized, unlike other layers; use weight_norm_model, or ignore this if intended
     """
+    check_module(model, "check")
+    if optimizer is not None:
+        check_optimizer(optimizer, "check")
     found = list(find_normalized(model))
     in_optimizer = optimizer._weights if isinstance(optimizer, WeightNormOptimizer) else []
     findings = [*_left_out(model, found, in_optimizer)]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weightnorm.arguments import check_module, check_optimizer
 from weightnorm.diagnostics.probes import angles, rows_of, unit_vectors
 from weightnorm.dtensor import whole
 from weightnorm.inspection import find_normalized
@@ -54,11 +55,21 @@ class TrainingMonitor:
         every: int = 100,
         prefix: str = "",
     ) -> None:
+        check_module(model, "TrainingMonitor")
+        check_optimizer(optimizer, "TrainingMonitor")
+        if not callable(log) and not hasattr(log, "add_scalar"):
+            raise TypeError(
+                "log must be a TensorBoard SummaryWriter or a function of tag, value and step; "
+                f"got {log!r}"
+            )
         if every < 1:
             raise ValueError(f"every is {every}; expected 1 step or more")
         self._before = {w.path: unit_vectors(rows_of(w)) for w in find_normalized(model)}
         if not self._before:
-            raise ValueError("the model has no normalized weight; apply weight_norm first")
+            raise ValueError(
+                "the model has no normalized weight; apply weight_norm_model to it (v and g of a "
+                "WeightNormOptimizer are in its parts())"
+            )
         self.model, self.every, self.prefix = model, every, prefix
         self.log: Log = log if callable(log) else log.add_scalar
         self.step = 0

@@ -9,16 +9,23 @@ from typing import Any
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
+ASIDE = re.compile(rf"\s+\({LINK.pattern}\)")
 IMAGE = re.compile(r'<img src="(?!https?:)([^"]+)"([^>]*)>(<br>)?')
+FIGURE = re.compile(r'^<img src="(?!https?:)[^>]* alt="([^"]+)">$', re.MULTILINE)
+INSTALL = re.compile(r"pip install ('?)\.")
 
 
 def published_readme(text: str, repository: str | None) -> str:
-    """Return the README with absolute links and images.
+    """Return the README with absolute links and images, and the name of the package to install.
 
-    Without an address of the repository the text of each link stays, and images are left out.
+    Without an address of the repository nothing can be linked: the text of a link stays unless it
+    is only a reference in parentheses, a figure is named, and the images of a table are left out.
     """
+    text = INSTALL.sub(r"pip install \1weightnorm", text)
     if repository is None:
+        text = ASIDE.sub("", text)
         text = LINK.sub(r"\1", text)
+        text = FIGURE.sub(r"*Figure, in the repository: \1.*", text)
         return IMAGE.sub("", text)
     files, raw = f"{repository}/blob/HEAD/", f"{repository}/raw/HEAD/"
     text = LINK.sub(rf"[\1]({files}\2)", text)

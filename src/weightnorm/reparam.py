@@ -64,8 +64,9 @@ def weight_norm(
         eps: rows with ‖v‖ ≤ eps are treated as zero: w = 0, no gradient.
         train_g: ``False`` freezes g; only the direction is trained.
 
-    In float16 and bfloat16 the output stays the same up to rounding, since g = ‖w‖ is rounded to
-    the weight's dtype; for ``dim=None`` all weights share that one rounding error.
+    In float16 and bfloat16 each weight stays the same up to one unit in the last place, for every
+    `dim`, since g = ‖w‖ is rounded to the weight's dtype. For ``dim=None`` all weights share that
+    one rounding error.
 
     A lazy module is normalized when its first input gives it a shape. Create the optimizer after
     this call, since the module has new parameters. To initialize a normalized weight use ``init_``:

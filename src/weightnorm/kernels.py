@@ -17,7 +17,9 @@ Note [zero rows]
 Note [torch's second derivative]
     torch differentiates its fused backward as if ‖v‖ did not depend on v, so second derivatives
     are silently wrong (torch 2.13; a gradient penalty needs them). Where a graph of the gradient is
-    asked for, eq. 3 in differentiable form takes the place of the fused backward pass.
+    asked for, eq. 3 in differentiable form takes the place of the fused backward pass. For torch's
+    own autograd on a CPU this is an override of one operator, made when this module is imported: it
+    costs nothing unless it is called, and corrects torch's weight norm as well.
 
 Note [blocks]
     Any weight is viewed as (groups, before, units, after), with `units` the kept axis and the norm
@@ -28,7 +30,6 @@ Note [blocks]
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -40,6 +41,7 @@ from torch.autograd import forward_ad
 
 from weightnorm.dtensor import gathered, placed_like
 from weightnorm.torch_private import (
+    DIFFERENTIABLE_BACKWARD,
     are_functorch_transforms_active,
     dispatch_has_kernel_for_dispatch_key,
     dispatch_key_for_device,
@@ -166,17 +168,7 @@ def fused(v: Tensor, g: Tensor, dim: int = 0, eps: float = EPS) -> Tensor | None
     zero row (or a NaN, which may hide one): then another form has to serve.
     """
     w, norm = fused_weight_norm(v, g, dim)
-    if not norm.min().item() > eps:
-        return None
-    if w.grad_fn is not None:
-        # Weak: a strong reference would keep a temporary v alive as long as the graph.
-        of_v, of_g, enabled = weakref.ref(v), weakref.ref(g), torch.is_grad_enabled
-
-        def correct(grads: Any, grad_w: Any) -> Any:
-            return _differentiable(of_v(), of_g(), dim, eps, grads, *grad_w) if enabled() else None
-
-        w.grad_fn.register_hook(correct)
-    return w
+    return w if norm.min().item() > eps else None
 
 
 def _differentiable(
@@ -192,6 +184,21 @@ def _differentiable(
     grad_v, grad_g = block_gradients(grad_w.reshape(shape), blocks, units, inverse)
     right = (grad_v.to(v.dtype).reshape(v.shape), grad_g.to(g.dtype).reshape(g.shape))
     return tuple(new if old is not None else None for new, old in zip(right, grads, strict=True))
+
+
+def _correct_second_derivative() -> torch.library.Library:
+    """Override torch's differentiable backward pass, see Note [torch's second derivative]."""
+
+    def backward(grad_w: Tensor, v: Tensor, g: Tensor, norm: Tensor, dim: int) -> Any:
+        return _differentiable(v, g, dim, 0.0, (v, g), grad_w)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(DIFFERENTIABLE_BACKWARD, backward, "AutogradCPU")
+    return library
+
+
+# The override lasts as long as this object, which a reload of the module must not drop.
+_CORRECTION = globals().get("_CORRECTION") or _correct_second_derivative()
 
 
 class _FusedRows(torch.autograd.Function):

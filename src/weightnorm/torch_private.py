@@ -24,6 +24,8 @@ try:
     # torch's weight norm with the norm as second result, and its gradient: the fast forms.
     fused_weight_norm = torch._weight_norm_interface
     fused_weight_norm_backward = torch.ops.aten._weight_norm_interface_backward
+    # What torch's autograd calls in place of the latter where a graph of the gradient is asked for.
+    DIFFERENTIABLE_BACKWARD = torch.ops.aten._weight_norm_differentiable_backward.__name__
     # torch's weight norm as torch's users call it: what the benchmarks compare with.
     torch_weight_norm = torch._weight_norm
     # One call for a list of tensors; torch.optim uses the same ones.

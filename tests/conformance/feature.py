@@ -38,7 +38,7 @@ class Feature:
     def failure(self, implementation: Implementation, layer: str) -> Exception | None:
         """Run the check on a layer type; return the exception it raises, if any."""
         torch.manual_seed(0)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), implementation.alone():
             warnings.simplefilter("ignore")
             try:
                 self.check(Subject(implementation, LAYERS[layer]))

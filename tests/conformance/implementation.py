@@ -1,6 +1,8 @@
 """The interface that the suite tests, and torch's two implementations."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations as torch_parametrizations
@@ -25,6 +27,10 @@ class Implementation:
         """Return the parameters (v, g); g has size 1 along the axes the norm is taken over."""
         raise NotImplementedError
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context in which no other library changes this implementation."""
+        return nullcontext()
+
     def weight(self, layer: nn.Module, name: str) -> Tensor:
         """Return the current w."""
         return getattr(layer, name)
@@ -34,10 +40,25 @@ class Implementation:
         return layer.load_state_dict(state)
 
 
+@contextmanager
+def without_correction() -> Iterator[None]:
+    """Take back that importing weightnorm corrects torch's second derivative."""
+    kernels = sys.modules.get("weightnorm.kernels")
+    if kernels is None:
+        yield
+        return
+    kernels._CORRECTION._destroy()
+    try:
+        yield
+    finally:
+        kernels._CORRECTION = kernels._correct_second_derivative()
+
+
 class TorchHook(Implementation):
     """``torch.nn.utils.weight_norm``: a hook computes the weight before every forward pass."""
 
     name = "torch, hook"
+    alone = staticmethod(without_correction)
 
     def apply(self, layer, name, **options):
         return nn.utils.weight_norm(layer, name, **options)
@@ -58,6 +79,7 @@ class TorchParametrization(Implementation):
     """``torch.nn.utils.parametrizations.weight_norm``: the weight is computed when it is read."""
 
     name = "torch, parametrization"
+    alone = staticmethod(without_correction)
 
     def apply(self, layer, name, **options):
         return torch_parametrizations.weight_norm(layer, name, **options)

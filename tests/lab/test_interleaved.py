@@ -44,8 +44,19 @@ def test_short_calls_are_repeated_and_averaged(clock):
         return run
 
     samples = interleaved({"a": tick("a", 0.001), "b": tick("b", 0.005)}, rounds=2, shortest=0.01)
-    assert count == {"a": 1 + 2 * 10, "b": 1 + 2 * 2}
+    # One to warm up, some to find the number of repeats, two rounds.
+    assert count == {"a": 1 + (1 + 4 + 16) + 2 * 10, "b": 1 + 1 + 2 * 2}
     assert samples == {"a": pytest.approx([0.001] * 2), "b": pytest.approx([0.005] * 2)}
+
+
+def test_slow_first_call_does_not_reduce_the_repeats(clock):
+    durations = [0.1, *[0.001] * 99]
+
+    def call():
+        clock[0] += durations.pop(0)
+
+    interleaved({"a": call}, rounds=1, shortest=0.01)
+    assert len(durations) == 100 - 1 - (1 + 4 + 16) - 10
 
 
 def test_a_call_may_return_its_measurement():

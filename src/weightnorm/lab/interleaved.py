@@ -27,8 +27,7 @@ def interleaved(
 ) -> Samples:
     """Measure every call once per round, in an order that is shuffled in each round.
 
-    A first round, which warms up, is not counted. Shuffling averages out what a call leaves in the
-    caches for the next.
+    Calls are warmed up first. Shuffling averages out what a call leaves in the caches for the next.
 
     Args:
         rounds: number of rounds; measuring continues beyond it until `done`.
@@ -41,8 +40,7 @@ def interleaved(
         on_round: called after each round with the number of rounds done and expected.
     """
     began = time.perf_counter()
-    first = {name: _measure(call, 1) for name, call in calls.items()}
-    repeats = {name: max(1, round(shortest / max(taken, 1e-6))) for name, taken in first.items()}
+    repeats = {name: _repeats(call, shortest) for name, call in calls.items()}
     samples: Samples = {name: [] for name in calls}
     order, shuffled = list(calls), random.Random(0)
     most, check = max(rounds, most or rounds), rounds
@@ -58,6 +56,20 @@ def interleaved(
                 break
             check = min(most, count + max(1, count // 4))
     return samples
+
+
+def _repeats(call: Call, shortest: float) -> int:
+    """Warm a call up; return how often it has to be repeated to take this many seconds."""
+    began = time.perf_counter()
+    value = call()
+    _synchronize()
+    # A first call may take many times as long as the later ones.
+    if value is not None or time.perf_counter() - began >= 20 * shortest:
+        return 1
+    repeats = 1
+    while (taken := repeats * _measure(call, repeats)) < shortest / 2:
+        repeats *= 4
+    return max(1, round(shortest * repeats / taken))
 
 
 def _measure(call: Call, repeats: int) -> float:

@@ -71,11 +71,15 @@ dist:
 	$(TOOLS)/bin/check-wheel-contents dist/*.whl
 	$(TOOLS)/bin/python tests/check_dist.py dist constraints.txt
 
-# timm is for tests of its optimizers, which do not need its torchvision.
+# timm requires torchvision, of which a package index may have builds for CUDA only. Beside a CPU build
+# of torch, importing one raises an error, and transformers imports it wherever it is installed. So it
+# is in a directory of its own, which the tests that use timm add to the path (tests/frameworks.py).
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,ray,dev,docs]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab,ray,dev,docs,frameworks]'
 	$(BIN)/python -m pip install --quiet --no-deps timm
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade -c constraints.txt \
+	    --target $(VENV)/torchvision torchvision
 	touch $@
 
 clean:

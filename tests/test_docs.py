@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from frameworks import IGNORED_WARNINGS, need
 from weightnorm.lab.cli import main
 from weightnorm.lab.reports import outdated
 
@@ -34,19 +35,44 @@ PAGES = ["docs/deployment.md", "docs/checkpoints.md", "docs/migration.md", "docs
 @pytest.mark.xdist_group("deployment")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_code_of_the_documents_runs(name, tmp_path, monkeypatch):
-    """Python and commands, in order."""
     monkeypatch.chdir(tmp_path)
+    assert run((ROOT / name).read_text(), name) > 3
+
+
+def run(text, name):
+    """Run the Python and the commands of a text, in order; return the number of blocks."""
+    fences = re.findall(r"```(python|console)\n(.*?)```", text, re.DOTALL)
     scope = {}
-    fences = re.findall(r"```(python|console)\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
-    assert len(fences) > 3
-    for language, text in fences:
+    for language, code in fences:
         if language == "python":
-            exec(compile(text, name, "exec"), scope)
+            exec(compile(code, name, "exec"), scope)
             continue
-        for line in text.splitlines():
+        for line in code.splitlines():
             dollar, program, *words = shlex.split(line)
             assert (dollar, program) == ("$", "weightnorm")
             assert main.main(words) == 0, line
+    return len(fences)
+
+
+SECTIONS = dict(
+    re.findall(
+        r"^## (.+?)\n(.*?)(?=^## |\Z)",
+        (ROOT / "docs" / "frameworks.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.xdist_group("transformers")
+@pytest.mark.filterwarnings(*IGNORED_WARNINGS)
+def test_code_of_the_frameworks_page_runs(section, tmp_path, monkeypatch):
+    """Each section alone, with the packages that it names."""
+    required = re.search(r"Requires `pip install ([\w ]+)`", SECTIONS[section])
+    for package in required[1].split() if required else ():
+        need(package)
+    monkeypatch.chdir(tmp_path)
+    assert run(SECTIONS[section], f"docs/frameworks.md, {section}") > 0
 
 
 def test_paper_map_names_existing_tests():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 def check_module(module: object, function: str) -> None:
@@ -20,12 +23,17 @@ def check_module(module: object, function: str) -> None:
     raise TypeError(f"{function} expects a torch.nn.Module; got {got}")
 
 
-def check_optimizer(optimizer: object, function: str) -> None:
-    """Raise a TypeError if `optimizer` is not an optimizer (or a framework's wrapper of one)."""
+def check_optimizer(optimizer: Any, function: str) -> Any:
+    """Return the optimizer, or the one that a framework has wrapped; raise a TypeError for others.
+
+    Wrappers (accelerate's, Lightning's) have its parameter groups but not its hooks and methods.
+    """
     if isinstance(optimizer, type):
         got = f"the class {optimizer.__name__}"
     elif hasattr(optimizer, "param_groups"):
-        return
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        return optimizer
     else:
         got = repr(optimizer) if optimizer is None else type(optimizer).__name__
     raise TypeError(f"{function} expects the optimizer that trains the model; got {got}")

@@ -49,7 +49,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
     """
     check_module(model, "check")
     if optimizer is not None:
-        check_optimizer(optimizer, "check")
+        optimizer = check_optimizer(optimizer, "check")
     found = list(find_normalized(model))
     in_optimizer = optimizer._weights if isinstance(optimizer, WeightNormOptimizer) else []
     findings = [*_left_out(model, found, in_optimizer)]

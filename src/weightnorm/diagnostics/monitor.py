@@ -56,7 +56,7 @@ class TrainingMonitor:
         prefix: str = "",
     ) -> None:
         check_module(model, "TrainingMonitor")
-        check_optimizer(optimizer, "TrainingMonitor")
+        optimizer = check_optimizer(optimizer, "TrainingMonitor")
         if not callable(log) and not hasattr(log, "add_scalar"):
             raise TypeError(
                 "log must be a TensorBoard SummaryWriter or a function of tag, value and step; "

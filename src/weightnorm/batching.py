@@ -21,7 +21,7 @@ from weightnorm.parametrization import (
     WeightNormParametrizationList,
     cache_weight,
     cached_weights,
-    is_cached,
+    read_cached,
 )
 
 MAX_ELEMENTS = 2**15
@@ -152,7 +152,7 @@ class _Batch:
 
     def compute(self) -> None:
         """Compute all weights and put them into this thread's cache."""
-        if all(map(is_cached, self.parametrizations)):  # by an outer block
+        if all(read_cached(each) is not None for each in self.parametrizations):  # an outer block
             return
         v = [each._parameters["original1"] for each in self.parametrizations]
         g = [each._parameters["original0"] for each in self.parametrizations]

@@ -138,23 +138,9 @@ class _CachedWeight(NamedTuple):
     weight: Tensor
     v: Tensor
     g: Tensor
-    versions: tuple[int, int]
+    versions: tuple[int, int] | None
+    """Numbers of in-place writes to v and g so far; None for inference tensors, which have none."""
     with_gradients: bool
-
-    def is_current(self, v: Tensor, g: Tensor) -> bool:
-        """Whether recomputing would return the same, also for autograd."""
-        return (
-            self.v is v
-            and self.g is g
-            and (self.with_gradients or not torch.is_grad_enabled())
-            # A compiled graph must not depend on counters that change with every step.
-            and (torch.compiler.is_compiling() or self.versions == _versions(v, g))
-        )
-
-
-def _versions(v: Tensor, g: Tensor) -> tuple[int, int]:
-    """Numbers of in-place writes so far (inference tensors do not count them)."""
-    return (0 if v.is_inference() else v._version), (0 if g.is_inference() else g._version)
 
 
 _THREAD = threading.local()
@@ -183,29 +169,46 @@ def cache_weight(parametrizations: Any, weight: Tensor) -> None:
     """Store a weight that was computed elsewhere in this thread's cache."""
     parameters = parametrizations._parameters
     v, g = parameters["original1"], parameters["original0"]
+    versions = None if v.is_inference() or g.is_inference() else (v._version, g._version)
     _THREAD.weights[id(parametrizations)] = _CachedWeight(
-        weight, v, g, _versions(v, g), torch.is_grad_enabled()
+        weight, v, g, versions, torch.is_grad_enabled()
     )
 
 
-def is_cached(parametrizations: Any) -> bool:
-    """Whether this thread's cache has the current weight."""
+def read_cached(parametrizations: Any) -> Tensor | None:
+    """Return the weight from this thread's cache if recomputing it would change nothing."""
     entry = _THREAD.weights.get(id(parametrizations))
+    if entry is None:
+        return None
+    # In one function, without calls: this runs whenever a layer reads a batched weight.
+    weight: Tensor
+    weight, v, g, versions, with_gradients = entry
     parameters = parametrizations._parameters
-    return entry is not None and entry.is_current(parameters["original1"], parameters["original0"])
+    if (
+        parameters["original1"] is v
+        and parameters["original0"] is g
+        and (with_gradients or not torch.is_grad_enabled())
+        # A compiled graph must not depend on counters that change with every step.
+        and (
+            versions is None
+            or torch.compiler.is_compiling()
+            or (v._version == versions[0] and g._version == versions[1])
+        )
+    ):
+        return weight
+    return None
 
 
-def _read_cached(parametrizations: Any) -> Tensor:
-    if len(parametrizations) > 1:  # the others may have state of their own
+def _read_through_cache(parametrizations: Any) -> Tensor:
+    if len(parametrizations._modules) > 1:  # the others may have state of their own
         w: Tensor = parametrizations.forward()
         return w
-    if not is_cached(parametrizations):
-        w = parametrizations.forward()
-        if torch.compiler.is_compiling():
-            return w
+    if (cached := read_cached(parametrizations)) is not None:
+        return cached
+    w = parametrizations.forward()
+    if not torch.compiler.is_compiling():
         cache_weight(parametrizations, w)
-    entry: _CachedWeight = _THREAD.weights[id(parametrizations)]
-    return entry.weight
+    return w
 
 
 def register(
@@ -397,7 +400,7 @@ def _fast_property(name: str, torchs: property) -> property:
             return torchs.fget(module)  # type: ignore[misc]
         parametrizations = module._modules["parametrizations"]._modules[name]  # type: ignore
         if getattr(_THREAD, "weights", None) is not None:
-            return _read_cached(parametrizations)
+            return _read_through_cache(parametrizations)
         return parametrizations.forward()  # type: ignore
 
     return property(read, torchs.fset)

@@ -57,6 +57,7 @@ CONTENTS = """
 docs/training
 docs/migration
 docs/checkpoints
+docs/frameworks
 docs/deployment
 docs/scaling
 docs/*

@@ -82,6 +82,15 @@ def _measure(call: Call, repeats: int) -> float:
     return (time.perf_counter() - began) / repeats
 
 
+def seconds(call: Callable[[], object]) -> float:
+    """Time one call."""
+
+    def run() -> None:
+        call()
+
+    return _measure(run, 1)
+
+
 def _synchronize() -> None:
     """Wait for the GPU, if one is in use."""
     if torch.cuda.is_initialized():

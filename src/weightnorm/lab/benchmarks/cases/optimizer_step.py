@@ -5,6 +5,7 @@ Whole training steps, the optimizer's step alone, and the memory that a step tak
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,13 +22,15 @@ from weightnorm.lab.benchmarks.goals import AtMost, CopiesAtMost
 from weightnorm.lab.benchmarks.peak_memory import peak_bytes
 from weightnorm.lab.benchmarks.peers import NORMALIZATIONS, OURS, PLAIN, build
 from weightnorm.lab.benchmarks.roofline import operations
-from weightnorm.lab.interleaved import Call
+from weightnorm.lab.interleaved import Call, seconds
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.layers import chosen_weights
 
 MODULE, OPTIMIZER = "module form", "optimizer form"
 MUON, MUOWN = "Muon", "optimizer form, Muon"
 FUSED = "fused Adam"
+STEPS = 8
+"""Steps of the optimizer alone of which one measurement is the median."""
 
 adam = partial(torch.optim.Adam, lr=1e-3, fused=True)
 muon = partial(torch.optim.Muon, lr=1e-3, weight_decay=0.0)
@@ -82,18 +85,37 @@ def training_step(workload: Workload, name: str, device: torch.device) -> Call:
     return run
 
 
-def step_alone(
-    make: Callable[[], nn.Module], name: str, device: torch.device, *, copies: bool = False
-) -> Call:
-    """A step of the optimizer on gradients that exist already, or on copies of them."""
+def step_alone(make: Callable[[], nn.Module], name: str, device: torch.device) -> Call:
+    """A step of the optimizer, on new copies of the same gradients."""
     model = build(make, NORMALIZATIONS[PLAIN], device)
     optimizer = optimizer_of(name, model)
     gradients = [torch.randn_like(p) for p in model.parameters()]
 
     def run() -> None:
         for p, grad in zip(model.parameters(), gradients, strict=True):
-            p.grad = grad.clone() if copies else grad
+            p.grad = grad.clone()
         optimizer.step()
+
+    return run
+
+
+def seconds_alone(make: Callable[[], nn.Module], name: str, device: torch.device) -> Call:
+    """Seconds that a step of the optimizer takes, without making copies of the gradients.
+
+    (The same ones again would not do: the optimizer form overwrites them, and after a hundred steps
+    they are denormal or infinite.)
+    """
+    model = build(make, NORMALIZATIONS[PLAIN], device)
+    optimizer = optimizer_of(name, model)
+    gradients = [torch.randn_like(p) for p in model.parameters()]
+
+    def run() -> float:
+        taken = []
+        for _ in range(STEPS):
+            for p, grad in zip(model.parameters(), gradients, strict=True):
+                p.grad = grad.clone()
+            taken.append(seconds(optimizer.step))
+        return statistics.median(taken)
 
     return run
 
@@ -158,14 +180,11 @@ def cases(settings: Settings) -> Iterator[Case]:
         goals = (AtMost(MUOWN, workload.limit, MUON),)
         yield Case(f"Muon: {name}", peers, base=MUON, goals=goals, at_least_base=(MUOWN,))
     for name, workload in found.items():
-        alone = {each: step_alone(workload.make, each, device) for each in (FUSED, OPTIMIZER)}
+        alone = {each: seconds_alone(workload.make, each, device) for each in (FUSED, OPTIMIZER)}
         yield Case(f"step alone: {name}", alone, base=FUSED, goals=(AtMost(OPTIMIZER, 2.5, FUSED),))
     for name, workload in found.items():
         # The memory profiler does not see the release of gradients that were made before.
-        alone = {
-            each: step_alone(workload.make, each, device, copies=True)
-            for each in (FUSED, OPTIMIZER)
-        }
+        alone = {each: step_alone(workload.make, each, device) for each in (FUSED, OPTIMIZER)}
         for call in alone.values():
             call()  # the inner optimizers' state is not counted
         yield Case(

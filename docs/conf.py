@@ -56,6 +56,7 @@ CONTENTS = """
 
 docs/training
 docs/migration
+docs/frameworks
 docs/checkpoints
 docs/frameworks
 docs/deployment

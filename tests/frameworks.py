@@ -8,12 +8,8 @@ import pytest
 import torch
 
 IGNORED_WARNINGS = (
-    # Advice on the number of workers, on checkpoints and on logging.
+    # Advice on checkpoints and workers; a deprecated function of torch.
     "ignore:::lightning",
-    "ignore:::accelerate",
-    "ignore:::transformers",
-    "ignore:::torchmetrics",
-    "ignore:::peft",
 )
 
 

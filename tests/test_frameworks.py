@@ -367,6 +367,14 @@ def test_default_optimizer_of_the_trainer_decays_g(transformers, tmp_path):
     assert all("weight decay on g" in finding.kind for finding in found)
 
 
+def test_trainer_cannot_build_the_optimizer_form_from_groups(transformers, tmp_path):
+    need("accelerate")
+    trainer = trainer_of(transformers, classifier(transformers, "optimizer"), tmp_path, None)
+    trainer.optimizer_cls_and_kwargs = WeightNormOptimizer, {"inner": torch.optim.Adam, "lr": 0.01}
+    with pytest.raises(TypeError, match="got list"):
+        trainer.create_optimizer()
+
+
 def test_from_pretrained_needs_the_keys_of_its_class(transformers, tmp_path):
     kind, ids = transformers.BertForSequenceClassification, torch.randint(20, (2, 4))
     model = classifier(transformers, "module").eval()
@@ -602,14 +610,12 @@ ADAPTERS = {
     "LoKr": lambda peft: peft.LoKrConfig(r=2, init_weights=False),
     "(IA)³": lambda peft: peft.IA3Config(feedforward_modules=[]),
     "OFT": lambda peft: peft.OFTConfig(r=0, oft_block_size=4),
-    "BOFT": lambda peft: peft.BOFTConfig(),
     "VeRA": lambda peft: peft.VeraConfig(r=2),
 }
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("method", ADAPTERS)
-@pytest.mark.filterwarnings("ignore")
 def test_merging_loses_the_adapter_unless_weight_norm_is_removed_first(peft, method):
     config = ADAPTERS[method](peft)
     config.target_modules = {"body"}

@@ -3,14 +3,15 @@
 # make docs   build the documentation site in build/site
 # make tables update the tables and figures of the documents from docs/results
 # make dist   build the source distribution and the wheel, check both, and try the wheel
-# Each but dist sets up .venv first, and again when pyproject.toml or constraints.txt changes.
+# make test-versions  test the library with every supported torch and Python
+# Each but the last two sets up .venv first, and again when pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo tour docs tables conformance bench browser test lint types unit format dist clean
+.PHONY: demo tour docs tables conformance bench browser test lint types unit format dist test-versions clean
 
 demo: $(READY)
 	$(BIN)/weightnorm demo --out out
@@ -70,6 +71,11 @@ dist:
 	$(TOOLS)/bin/python -m twine check --strict dist/*
 	$(TOOLS)/bin/check-wheel-contents dist/*.whl
 	$(TOOLS)/bin/python tests/check_dist.py dist constraints.txt
+
+# One environment after the other, each with gigabytes of torch; `python tests/versions.py --help`.
+# Environments that have a record in docs/results/versions are not tested again.
+test-versions:
+	$(PYTHON) tests/versions.py $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again)
 
 # timm requires torchvision, of which a package index may have builds for CUDA only. Beside a CPU build
 # of torch, importing one raises an error, and transformers imports it wherever it is installed. So it

@@ -106,7 +106,7 @@ def test_every_listed_attribute_is_used():
 
 @pytest.mark.parametrize("name", torch_private.ATTRIBUTES)
 def test_listed_attributes_exist(name):
-    owner, _, _ = torch_private.ATTRIBUTES[name]
+    owner, _ = torch_private.ATTRIBUTES[name]
     if name == "_local_tensor":  # a slot that only instances fill
         assert name in DTensor.__slots__
     else:

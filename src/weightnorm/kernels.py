@@ -105,7 +105,8 @@ def block_inverse(norm: Tensor, eps: float) -> Tensor:
     """1/‖v‖, and 0 for a zero row."""
     zero = norm <= eps
     if not torch.is_grad_enabled():
-        return norm.reciprocal().masked_fill_(zero, 0.0)
+        # Not in place, which DTensors do not support in torch 2.8.
+        return norm.reciprocal().masked_fill(zero, 0.0)
     return torch.where(zero, 0.0, 1.0 / torch.where(zero, 1.0, norm))
 
 

@@ -53,7 +53,7 @@ SETUP = "_setup_privateuseone_for_python_backend"
 def failures(module: str | Path) -> dict[str, str]:
     """Run every case of a test module in a new process: name → error, empty if there was none."""
     if not hasattr(backend_registration, SETUP):
-        pytest.skip("registering a backend in Python needs torch 2.9")
+        pytest.skip("torch 2.9 cannot register a backend in Python")
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -21,7 +21,7 @@ XML = """<testsuites><testsuite>
 
 
 def record(file="tests/test_kernels.py", **counts):
-    of = {"date": "2026-01-01", "seconds": 1.0, "failures": {}, "skips": {}}
+    of = {"date": "2026-01-01", "seconds": 1.0, "failures": {}, "skips": {}, "without": []}
     return {**of, "files": {file: counts}}
 
 
@@ -48,6 +48,7 @@ def test_table_has_a_row_per_feature_and_a_column_per_environment():
     older["failures"] = {"tests/test_kernels.py::test_x": "wrong"}
     older["skips"] = {"needs torch 2.10": 2, "no wheel": 1}
     newer["skips"] = {"no wheel": 1}
+    newer["without"] = ["tests/test_mean_only.py"]
     text = versions.table({first: older, second: newer})
     header, _, module_form, *_ = text.splitlines()
     assert header == "|  | torch 2.9.0<br>Python 3.11 | torch 2.15.0<br>Python 3.13 |"
@@ -56,6 +57,7 @@ def test_table_has_a_row_per_feature_and_a_column_per_environment():
     assert "- `tests/test_kernels.py::test_x`: wrong (2.9.0 on 3.11)" in text
     assert "- needs torch 2.10 (2.9.0 on 3.11)" in text
     assert "- no wheel (everywhere)" in text
+    assert "- `tests/test_mean_only.py` (2.15.0 on 3.13)" in text
 
 
 def test_every_test_file_belongs_to_one_feature():
@@ -77,7 +79,7 @@ def runner(tmp_path, monkeypatch):
     """Run with a folder of its own, and without installing anything."""
     page, tested = tmp_path / "page.md", []
 
-    def run(environment, interpreter, title, *, keep):
+    def run(environment, interpreter, title, without):
         tested.append(environment.name)
         return record(passed=3, failed=int(environment.python == "3.13"))
 

@@ -2,8 +2,9 @@
 
 For each environment: create a virtual environment in build/versions, install torch and what the
 tests need, run the library's tests (not the lab's), write a record to docs/results/versions, delete
-the virtual environment. An environment that has a record is not tested again (--again). The table
-of docs/compatibility.md is written from the records.
+the virtual environment. After an interruption, the same command continues: an environment that has
+a record is not tested again (--again), and a finished installation is reused. The table of
+docs/compatibility.md is written from the records.
 
 torch's Linux wheels on PyPI include CUDA: several gigabytes each. PIP_EXTRA_INDEX_URL may name an
 index with CPU wheels, as .github/workflows/tests.yml does.
@@ -52,8 +53,8 @@ class Environment:
 # Every torch on one Python, every Python on one torch that has wheels for it (2.15: from 3.11 on).
 # torchao supports the few releases of torch before it.
 ENVIRONMENTS = (
-    Environment("2.9.0", "3.10", ("torchao==0.16.0",)),
-    Environment("2.9.0", "3.11", ("torchao==0.16.0",)),
+    Environment("2.9.0", "3.10", ("torchao==0.17.0",)),
+    Environment("2.9.0", "3.11", ("torchao==0.17.0",)),
     Environment("2.11.0", "3.11"),
     Environment("2.13.0", "3.11"),
     Environment("2.15.0", "3.11"),
@@ -66,7 +67,9 @@ NOT_TESTED = (
     "tests/lab",
     "src/weightnorm/lab",
     "src/weightnorm/__main__.py",
-    # The same for every version: source text and documents; test_docs.py needs the lab.
+    # Needs the packages of the extra `frameworks`, which depend on many versions of others.
+    "tests/test_frameworks.py",
+    # The same for every version: source text and documents.
     "tests/test_architecture.py",
     "tests/test_docs.py",
     "tests/test_site.py",
@@ -76,6 +79,7 @@ NOT_TESTED = (
 FEATURES = {
     # Feature: its tests, as paths or beginnings of paths.
     "Module form: `weight_norm`, `folded`, `parts`, `init_`": (
+        "tests/test_arguments.py",
         "tests/test_folding.py",
         "tests/test_functional.py",
         "tests/test_kernels.py",
@@ -127,6 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"test only these environments; all: {', '.join(names)}",
     )
     parser.add_argument("--again", action="store_true", help="test again where a record exists")
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="PATH", help="leave out these test files"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the virtual environments")
     parser.add_argument("--matrix", action="store_true", help="print the environments as JSON")
     parser.add_argument("--table", action="store_true", help="write the table and test nothing")
@@ -135,17 +142,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps([{"name": e.name, "python": e.python} for e in ENVIRONMENTS]))
         return 0
     chosen = [e for e in ENVIRONMENTS if args.only is None or e.name in args.only]
-    succeeded = args.table or all([*run_all(chosen, again=args.again, keep=args.keep)])
+    succeeded = args.table or all([*run_all(chosen, args)])
     write_table(PAGE, table(read_records(RECORDS)))
     return 0 if succeeded else 1
 
 
-def run_all(chosen: Sequence[Environment], *, again: bool, keep: bool) -> Iterator[bool]:
+def run_all(chosen: Sequence[Environment], args: argparse.Namespace) -> Iterator[bool]:
     """Test one environment after the other; yield whether all of its tests passed."""
     for i, environment in enumerate(chosen, 1):
         title = f"[{i}/{len(chosen)}] torch {environment.torch}, Python {environment.python}"
         path = RECORDS / f"{environment.name}.json"
-        if path.exists() and not again:
+        if path.exists() and not args.again:
             record = json.loads(path.read_text())
             print(f"{title}: tested on {record['date']}, {summary(record)}; --again repeats it")
             yield not failed(record)
@@ -155,7 +162,9 @@ def run_all(chosen: Sequence[Environment], *, again: bool, keep: bool) -> Iterat
             print(f"{title}: skipped, no python{environment.python} on PATH or in pyenv")
             continue
         try:
-            record = run(environment, interpreter, title, keep=keep)
+            record = run(environment, interpreter, title, args.without)
+            if not args.keep:
+                shutil.rmtree(BUILD / environment.name, ignore_errors=True)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             print(f"{title}: not tested: {error}", flush=True)
             yield False
@@ -184,42 +193,43 @@ def _version(interpreter: Path) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def run(environment: Environment, interpreter: Path, title: str, *, keep: bool) -> Record:
-    """Install and test one environment; return its record."""
+def run(
+    environment: Environment, interpreter: Path, title: str, without: Sequence[str] = ()
+) -> Record:
+    """Install and test one environment; return its record. A finished installation is reused."""
     folder, log = BUILD / environment.name, BUILD / f"{environment.name}.log"
     python, results = folder / "bin" / "python", BUILD / f"{environment.name}.xml"
     BUILD.mkdir(parents=True, exist_ok=True)
     results.unlink(missing_ok=True)
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
-    try:
-        print(f"{title}: installing; log: {log.relative_to(ROOT)}", flush=True)
-        with log.open("w") as output:
+    with log.open("w") as output:
+        if not (folder / "installed").exists():
+            print(f"{title}: installing; log: {log}", flush=True)
+            pip = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
             _call([interpreter, "-m", "venv", "--clear", folder], output)
             own = [f"torch=={environment.torch}", *environment.packages]
             _call([*pip, *own, "--editable", f"{ROOT}[test]"], output)
             _call([*pip, "--no-deps", "timm"], output)
-            print(f"{title}: testing", flush=True)
-            start = time.monotonic()
-            _call([python, "-m", "pytest", *pytest_options(results)], output, check=False)
-        if not results.exists():
-            raise RuntimeError(f"pytest ended without results, see {log.relative_to(ROOT)}")
-        return {
-            **describe(python),
-            "date": datetime.now(timezone.utc).date().isoformat(),
-            "commit": _output(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]),
-            "seconds": round(time.monotonic() - start),
-            **parse(results.read_text()),
-        }
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+            (folder / "installed").touch()
+        print(f"{title}: testing; log: {log}", flush=True)
+        start = time.monotonic()
+        _call([python, "-m", "pytest", *pytest_options(results, without)], output, check=False)
+    if not results.exists():
+        raise RuntimeError(f"pytest ended without results, see {log}")
+    return {
+        **describe(python),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": _output(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]),
+        "seconds": round(time.monotonic() - start),
+        "without": [*without],
+        **parse(results.read_text()),
+    }
 
 
-def pytest_options(results: Path) -> list[str]:
+def pytest_options(results: Path, without: Sequence[str]) -> list[str]:
     """Return the options of pytest for the library's tests; it writes its results as JUnit XML."""
     return [
         *TESTS,
-        *(f"--ignore={path}" for path in NOT_TESTED),
+        *(f"--ignore={path}" for path in (*NOT_TESTED, *without)),
         "--numprocesses=1",
         "--quiet",
         "-p",
@@ -334,11 +344,13 @@ def table(records: Mapping[Environment, Record]) -> str:
     heads = [f"torch {e.torch}<br>Python {e.python}" for e in records]
     lines = [_row("", *heads), "|---" * (1 + len(heads)) + "|"]
     for feature, prefixes in FEATURES.items():
-        cells = [cell(total(record, prefixes)) or "–" for record in records.values()]
+        cells = [cell(total(record, prefixes)) or "not tested" for record in records.values()]
         lines.append(_row(feature, *cells))
     lines.append(_row("tested on", *(record["date"] for record in records.values())))
     lines += _listed("Failed", records, "failures", _failure)
     lines += _listed("Skipped", records, "skips", lambda reason, _: reason)
+    left_out = {e: {"left out": dict.fromkeys(r["without"], "")} for e, r in records.items()}
+    lines += _listed("Not run", left_out, "left out", lambda path, _: f"`{path}`")
     return "\n".join(lines)
 
 

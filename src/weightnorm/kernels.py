@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from weightnorm.dtensor import gathered, placed_like
+from weightnorm.dtensor import gathered, is_sharded, placed_like
 from weightnorm.torch_private import (
     DIFFERENTIABLE_BACKWARD,
     are_functorch_transforms_active,
@@ -81,6 +81,12 @@ def as_blocks(x: Tensor, dim: int | None, groups: int = 1) -> Tensor:
     return whole.reshape(block_shape(x.shape, dim, groups))
 
 
+def _as_units(g: Tensor, blocks: Tensor) -> Tensor:
+    """g, or anything of its shape, as (groups, 1, units, 1); gathered where the blocks are."""
+    whole = gathered(g) if blocks.shape[0] > 1 else g
+    return whole.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Norms are taken in float32 or wider, whatever the weight's own type."""
     return torch.promote_types(dtype, torch.float32)
@@ -105,8 +111,10 @@ def block_inverse(norm: Tensor, eps: float) -> Tensor:
     """1/‖v‖, and 0 for a zero row."""
     zero = norm <= eps
     if not torch.is_grad_enabled():
-        # Not in place, which DTensors do not support in torch 2.8.
-        return norm.reciprocal().masked_fill(zero, 0.0)
+        inverse = norm.reciprocal()
+        if is_sharded(inverse):  # in torch 2.9 DTensors have no masked_fill_
+            return torch.masked_fill(inverse, zero, 0.0)
+        return inverse.masked_fill_(zero, 0.0)
     return torch.where(zero, 0.0, 1.0 / torch.where(zero, 1.0, norm))
 
 
@@ -130,8 +138,7 @@ def _per_weight(units: Tensor, blocks: Tensor) -> Tensor:
 def formula(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float = EPS) -> Tensor:
     """w = g·v/‖v‖ by differentiable operations."""
     blocks = as_blocks(v, dim, groups)
-    units = g.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
-    w = blocks * (units * block_inverse(block_norm(blocks), eps))
+    w = blocks * (_as_units(g, blocks) * block_inverse(block_norm(blocks), eps))
     return placed_like(w.to(v.dtype).reshape(v.shape), v)
 
 
@@ -367,7 +374,7 @@ def gradients(
     grad_v, grad_g = block_gradients(
         as_blocks(grad_w, dim, groups),
         blocks,
-        g.reshape(blocks.shape[0], 1, blocks.shape[2], 1),
+        _as_units(g, blocks),
         block_inverse(block_norm(blocks), eps),
     )
     return grad_v.to(v.dtype).reshape(v.shape), grad_g.to(g.dtype).reshape(g.shape)

@@ -474,6 +474,10 @@ def test_whose_weight_norm_is_removed(transformers):
         nn.utils.parametrize.remove_parametrizations(normalized.conv_pre, "weight")
         assert not is_weight_normed(normalized.conv_pre)
         torch.testing.assert_close(normalized(mel), expected)
+    hooked = nn.utils.weight_norm(nn.Linear(2, 3))
+    with pytest.raises(ValueError, match="does not have a parametrization"):
+        nn.utils.parametrize.remove_parametrizations(hooked, "weight")
+    assert not is_weight_normed(nn.utils.remove_weight_norm(hooked))
     assert remove_weight_norm(theirs, include_torch=False) == []
     assert remove_weight_norm(theirs)
     both = copy.deepcopy(model)

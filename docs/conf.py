@@ -56,7 +56,6 @@ CONTENTS = """
 
 docs/training
 docs/migration
-docs/frameworks
 docs/checkpoints
 docs/frameworks
 docs/deployment

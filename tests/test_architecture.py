@@ -79,7 +79,14 @@ LIBRARY = {
     },
     "state_dicts": {"arguments", "folding", "dtensor", "functional", "inspection", "kernels"},
     "diagnostics.probes": {"dtensor", "folding", "functional", "inspection", "layers"},
-    "diagnostics.monitor": {"arguments", "diagnostics.probes", "dtensor", "inspection"},
+    "diagnostics.monitor": {
+        "arguments",
+        "diagnostics.probes",
+        "dtensor",
+        "functional",
+        "inspection",
+        "optimizer",
+    },
     "diagnostics.linter": {
         "arguments",
         "functional",

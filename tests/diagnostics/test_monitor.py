@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import zoo
-from weightnorm import normalized_weights, weight_norm_model
+from weightnorm import WeightNormOptimizer, normalized_weights, weight_norm_model
 from weightnorm.diagnostics import (
     TrainingMonitor,
     direction_angle,
@@ -67,6 +67,27 @@ def test_logs_the_probes_of_every_layer(case):
         assert rows[f"{name}/effective_step"] == pytest.approx(steps[name].mean().item())
         assert rows[f"{name}/dead_units"] == (steps[name] == 0).sum()
         assert rows[f"{name}/angle_change"] == pytest.approx(angles[name].mean().item(), rel=1e-4)
+
+
+def test_optimizer_form_logs_what_the_module_form_logs():
+    logged = {}
+    for form in ("module", "optimizer"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.ConvTranspose1d(3, 4, 2), nn.Tanh(), nn.Conv1d(4, 2, 1))
+        if form == "module":
+            weight_norm_model(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        else:
+            optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+        rows = logged[form] = {}
+        data = torch.randn(8, 3, 5)
+        with TrainingMonitor(model, optimizer, lambda *r, rows=rows: rows.update([r[:2]]), every=3):
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(data).square().sum().backward()
+                optimizer.step()
+    assert len(logged["module"]) == 8
+    assert logged["optimizer"] == pytest.approx(logged["module"], rel=1e-3)
 
 
 def test_state_does_not_require_grad():

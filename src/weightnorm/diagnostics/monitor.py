@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weightnorm.arguments import check_module, check_optimizer
 from weightnorm.diagnostics.probes import angles, rows_of, unit_vectors
 from weightnorm.dtensor import whole
+from weightnorm.functional import unit_rows
 from weightnorm.inspection import find_normalized
+from weightnorm.optimizer import WeightNormOptimizer
 
 Log = Callable[[str, float, int], object]
 
@@ -28,7 +30,8 @@ class TrainingMonitor:
 
     For each normalized weight: ``v_norm`` and ``effective_step``, the means of ‖v‖ and ``|g|/‖v‖``
     over its units; ``dead_units``, their number; and ``angle_change``, the mean angle in radians
-    between a unit's weight now and at the previous measurement.
+    between a unit's weight now and at the previous measurement. In the optimizer form, pass the
+    ``WeightNormOptimizer``, which has v and g.
 
     `log` is a TensorBoard SummaryWriter, or is called as ``log(tag, value, step)``. A measurement
     reads the weights a few times: at the default interval 0.02 % of the training time of a
@@ -64,13 +67,14 @@ class TrainingMonitor:
             )
         if every < 1:
             raise ValueError(f"every is {every}; expected 1 step or more")
-        self._before = {w.path: unit_vectors(rows_of(w)) for w in find_normalized(model)}
+        self.model, self.every, self.prefix = model, every, prefix
+        self._optimizer = optimizer
+        self._before = {name: unit_vectors(rows) for name, rows, _, _ in self._weights()}
         if not self._before:
             raise ValueError(
-                "the model has no normalized weight; apply weight_norm_model to it (v and g of a "
-                "WeightNormOptimizer are in its parts())"
+                "the model has no normalized weight; apply weight_norm_model to it, or train it "
+                "with a WeightNormOptimizer"
             )
-        self.model, self.every, self.prefix = model, every, prefix
         self.log: Log = log if callable(log) else log.add_scalar
         self.step = 0
         self._handle: Any = optimizer.register_step_post_hook(self._on_step)
@@ -84,13 +88,13 @@ class TrainingMonitor:
     def measure(self) -> None:
         """Measure and log now."""
         names, found = [], []
-        for weight in find_normalized(self.model):
-            now = unit_vectors(rows_of(weight))
-            distance = (now - self._before.get(weight.path, now)).norm(dim=1)
-            row = (weight.v_norm().flatten(), weight.parts().g.flatten().abs(), distance)
-            names.append(weight.path)
+        for name, rows, v_norm, g in self._weights():
+            now = unit_vectors(rows)
+            distance = (now - self._before.get(name, now)).norm(dim=1)
+            row = (v_norm.flatten(), g.flatten().abs(), distance)
+            names.append(name)
             found.append(torch.stack([whole(x) for x in row]))  # (3, units)
-            self._before[weight.path] = now
+            self._before[name] = now
         # All weights in one tensor, so that the device is read once.
         norm, length, distance = torch.cat([x.to(found[0].device) for x in found], 1).double().cpu()
         step = torch.where(norm == 0, 0.0, length / norm)
@@ -103,6 +107,16 @@ class TrainingMonitor:
             self._log(f"{name}/effective_step", effective)
             self._log(f"{name}/dead_units", round(dead * units.shape[1]))
             self._log(f"{name}/angle_change", angle)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+        """Yield the name, the weight with one row per unit, ‖v‖ and g of each normalized weight."""
+        for weight in find_normalized(self.model):
+            yield weight.path, rows_of(weight), weight.v_norm(), weight.parts().g
+        if isinstance(self._optimizer, WeightNormOptimizer):
+            parts = self._optimizer.parts().values()
+            for plain, (_, g) in zip(self._optimizer._weights, parts, strict=True):
+                rows = unit_rows(plain.weight.detach(), plain.dim, plain.groups)
+                yield plain.name, rows, plain.norm, g
 
     def _log(self, tag: str, value: float) -> None:
         self.log(f"{self.prefix}{tag}", value, self.step)

@@ -89,6 +89,7 @@ LIBRARY = {
     },
     "diagnostics.linter": {
         "arguments",
+        "dtensor",
         "functional",
         "in_place",
         "inspection",

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ranks import on_ranks
 from weightnorm import WeightNormOptimizer
+from weightnorm.diagnostics import TrainingMonitor, check
 
 pytestmark = pytest.mark.xdist_group("clusters")  # which share their processes
 
@@ -38,7 +39,12 @@ def full(tensor):
 
 
 def outcome(model, optimizer):
+    logged = {}
+    with TrainingMonitor(model, optimizer, lambda *row: logged.update([row[:2]])) as monitor:
+        monitor.measure()
     return {
+        "logged": logged,
+        "findings": len(check(model, optimizer)),
         "weights": {name: full(p) for name, p in model.state_dict().items()},
         "g": {name: full(both.g) for name, both in optimizer.parts().items()},
         "v": {name: full(both.v) for name, both in optimizer.parts().items()},

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm.arguments import check_module, check_optimizer
+from weightnorm.dtensor import whole
 from weightnorm.functional import EPS
 from weightnorm.in_place import InPlaceWeight
 from weightnorm.inspection import NormalizedWeight, find_normalized
@@ -99,7 +100,7 @@ def _stale(weight: NormalizedWeight) -> Iterator[Finding]:
 
 
 def _lengths(path: str, norm: Tensor, g: Tensor) -> Iterator[Finding]:
-    norm, g = norm.flatten(), g.flatten().abs()
+    norm, g = whole(norm).flatten(), whole(g).flatten().abs()
     if not (norm.isfinite().all() and g.isfinite().all()):
         yield Finding("not finite", path, "load an earlier checkpoint and lower the learning rate")
         return

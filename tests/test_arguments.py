@@ -149,10 +149,10 @@ CALLS = {
         TypeError,
         "log must be a TensorBoard SummaryWriter or a function .*; got 'runs'",
     ),
-    "monitor of the optimizer form": (
+    "monitor of a plain model": (
         lambda: diagnostics.TrainingMonitor(network(), SGD([X], lr=1), print),
         ValueError,
-        r"apply weight_norm_model to it \(v and g of a WeightNormOptimizer are in its parts\(\)\)",
+        "apply weight_norm_model to it, or train it with a WeightNormOptimizer",
     ),
     "optimizer of parameters": (
         lambda: wn.WeightNormOptimizer(network().parameters(), Adam, lr=0.1),

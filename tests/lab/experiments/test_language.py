@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from commands import outcome, run_folder, same, spread, started, wait_for, weightnorm
 from weightnorm import Parameterization, WeightNormOptimizer
 from weightnorm.lab.data.torch_source import Corpus, trigram_bits_per_byte
 from weightnorm.lab.errors import ConfigError
@@ -12,6 +13,8 @@ from weightnorm.lab.experiments import language
 from weightnorm.lab.experiments.language import PRESETS, RATES, Config
 from weightnorm.lab.models.transformer import Transformer
 from weightnorm.lab.reports.report import sections_of
+from weightnorm.lab.runs.records import load_record
+from weightnorm.lab.sweeps.grid import Grid
 
 LINES = b"def f(x):\n    return x + 1\n\nclass A:\n    pass\n\nfor i in range(10):\n    print(i)\n"
 
@@ -55,7 +58,7 @@ def test_every_method_trains_and_records(method, tmp_path, corpus):
     assert last["step_angle"] > 0
     assert ("v_norm" in last) == ("weight-norm" in method)
     section = sections_of([record])["language"]
-    assert any("bits per byte" in text for text in section.content[0].findings)
+    assert any("trigram model" in text for text in section.content[0].findings)
 
 
 def test_retraction_keeps_the_norm_of_v(tmp_path, corpus):
@@ -110,7 +113,8 @@ def test_it_learns_and_beats_a_trigram_model(tmp_path, corpus):
     made = config(tmp_path, epochs=4, steps=40, batch_size=16, context=32, width=32)
     record = language.run(replace(made, learning_rate=0.01, other_learning_rate=0.01), None, corpus)
     assert record.result["train_bits_per_byte"] < 1.2
-    assert record.result["test_bits_per_byte"] < trigram_bits_per_byte(corpus)
+    assert record.result["trigram_bits_per_byte"] == trigram_bits_per_byte(corpus)
+    assert record.result["test_bits_per_byte"] < record.result["trigram_bits_per_byte"]
 
 
 def test_another_corpus_is_refused(tmp_path, corpus):
@@ -146,3 +150,48 @@ def test_impossible_configs(changes, message):
         changes = {**changes, "parameterization": Parameterization(changes["parameterization"])}
     with pytest.raises(ConfigError, match=message):
         Config(**changes)
+
+
+def test_a_sweep_leaves_out_hyperball_without_weight_norm(tmp_path):
+    axes = {"optimizer": ("muon", "hyperball")}
+    plan = Grid("language", replace(TINY, runs=tmp_path), language.COMPARED, axes=axes).plan()
+    made = [(job.config.optimizer, str(job.config.parameterization)) for job in plan]
+    assert made == [("muon", "standard"), ("muon", "weight-norm"), ("hyperball", "weight-norm")]
+    assert [job.config.learning_rate for job in plan] == [0.02] * 3
+    impossible = replace(
+        Grid("language", TINY, (Parameterization.STANDARD,)), axes={"optimizer": ("hyperball",)}
+    )
+    with pytest.raises(ConfigError, match="no run"):
+        impossible.plan()
+
+
+def tiny(runs, *words):
+    """The command of a small run of Muon with weight norm on the real corpus."""
+    size = "--epochs 2 --steps 8 --batch-size 3 --context 16 --width 16 --depth 1 --heads 2"
+    method = "--preset demo --optimizer muon --parameterization weight-norm --eval-texts 7"
+    return ("run", "language", *method.split(), *size.split(), "--runs", runs, *words)
+
+
+@pytest.mark.xdist_group("language")
+def test_killed_and_resumed_through_the_command_line_and_on_two_ranks(tmp_path):
+    whole, parts, ranks = (tmp_path / name for name in ("whole", "parts", "ranks"))
+    assert weightnorm(*tiny(whole))[0] == 0
+
+    command = tiny(parts, "--checkpoint-seconds", 0)
+    process = started(*command)
+    try:
+        wait_for(lambda: process.poll() is not None or [*parts.rglob("checkpoint-previous.pt")])
+        process.kill()
+    finally:
+        process.communicate()
+    assert process.returncode == -9
+    assert weightnorm(*command)[0] == 0
+    assert len(load_record(run_folder(parts)).sessions) == 2
+    assert same(outcome(parts), outcome(whole))
+
+    spread(2, *tiny(ranks))
+    one, two = (load_record(run_folder(runs)) for runs in (whole, ranks))
+    assert two.environment["ranks"] == 2
+    for name in one.metrics[0]:
+        if name != "seconds":
+            assert two.column(name) == pytest.approx(one.column(name), rel=1e-3)

@@ -26,6 +26,7 @@ METHODS = {
     "hyperball weight-norm": Style("Adam, fixed norm (Hyperball)", PURPLE, "D"),
 }
 RETRACTED = "+retract=True"
+RESULT, TRIGRAM = "trigram_bits_per_byte", "trigram model"
 
 
 def method(record: RunRecord) -> str:
@@ -88,10 +89,17 @@ def findings(runs: RunGrid) -> tuple[str, ...]:
     if not runs.best_finished:
         return ()
     values = final_values(runs, "test_bits_per_byte", digits=3)
+    trigram = "".join(f", {TRIGRAM} {value:.3f}" for value in trigram_values(runs))
     return (
-        f"Language model ({runs.label}): bits per byte of held-out text: {values}.",
+        f"Language model ({runs.label}): bits per byte of held-out text: {values}{trigram}.",
         *epochs_sentence(runs, "test_bits_per_byte", "held-out bits per byte", 1, ""),
     )
+
+
+def trigram_values(runs: RunGrid) -> list[float]:
+    """Return the bits per byte of a trigram model: one value, if all runs have the same text."""
+    values = (r.result.get(RESULT) for rs in runs.best_finished.values() for r in rs if r.result)
+    return sorted({value for value in values if value is not None})
 
 
 def against_minutes(runs: RunGrid) -> Plot:
@@ -125,6 +133,8 @@ def results(runs: RunGrid) -> Table:
         seconds = stat(sum(row["seconds"] for row in r.metrics) / 60 for r in done)
         values = (train.text(digits=3), test.text(digits=3), str(len(done)), f"{rate:g}")
         rows.append((runs.name(kind), *values, seconds.text(digits=1)))
+    if trigram := trigram_values(runs):
+        rows.append((TRIGRAM, "—", stat(trigram).text(digits=3), "—", "—", "—"))
     head = ("method", "training", "held-out", "n", "lr", "minutes")
     note = "Bits per byte after the last epoch: mean ± standard deviation over n finished runs."
     return Table("Bits per byte", head, tuple(rows), (note,))

@@ -70,10 +70,13 @@ class Grid:
         compared = ", ".join(map(str, defaults))
         for how in self.parameterizations:
             require(how in defaults, "parameterizations", how, f"one or more of {compared}")
+        leaves_out = getattr(module, "leaves_out", lambda fields: False)
         jobs: dict[Path, Job] = {}
         for seed, how, *more in product(self.seeds, self.parameterizations, *self.axes.values()):
-            base = replace(self.base, **dict(zip(self.axes, more, strict=True)))
-            base = replace(base, parameterization=how, seed=seed)
+            fields = dict(zip(self.axes, more, strict=True)) | {"parameterization": how}
+            if leaves_out({**vars(self.base), **fields}):
+                continue
+            base = replace(self.base, **fields, seed=seed)
             for rate in self.learning_rates or [module.default_learning_rate(base)]:
                 config = replace(base, learning_rate=rate)
                 place = folder(self.experiment, config, module.PRESETS)
@@ -82,6 +85,8 @@ class Grid:
                 words = (*command, self.experiment, *flags(config, preset))
                 label = " ".join([*map(str, more), f"{how} lr {rate:g} seed {seed}"])
                 jobs[place] = Job(label, self.experiment, config, words, place)
+        if not jobs:
+            raise ConfigError("the grid has no run: its values cannot be combined")
         return list(jobs.values())
 
     def with_absolute_paths(self) -> Grid:

@@ -85,6 +85,7 @@ def runner(tmp_path, monkeypatch):
 
     page.write_text(f"before\n{versions.BEGIN}\nformer\n{versions.END}\nafter\n")
     monkeypatch.setattr(versions, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(versions, "BUILD", tmp_path / "build")
     monkeypatch.setattr(versions, "PAGE", page)
     monkeypatch.setattr(versions, "run", run)
     found = {"3.10": None}
@@ -109,6 +110,15 @@ def test_finished_environments_are_not_tested_again(runner, capsys):
     chosen = with_interpreter[0]
     assert versions.main(["--again", "--only", chosen]) == 0
     assert tested == [*with_interpreter, chosen]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_virtual_environments_are_deleted_unless_kept(keep, runner):
+    chosen = ENVIRONMENTS[1].name
+    folder = versions.BUILD / chosen
+    folder.mkdir(parents=True)
+    assert versions.main(["--only", chosen, *["--keep"] * keep]) == 0
+    assert folder.exists() == keep
 
 
 def test_an_environment_that_cannot_be_installed_has_no_record(runner, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Training, resuming, folding and the traps of docs/frameworks.md, in the real packages."""
 
 import copy
+import dataclasses
 from collections import OrderedDict
 from typing import ClassVar
 
@@ -347,7 +348,9 @@ def test_trainer_resumes_bit_for_bit(transformers, form, tmp_path):
         model = classifier(transformers, form)
         data_dependent_init(model, torch.randint(20, (24, 4)))
         optimizer = optimizer_of(model, form, torch.optim.AdamW, weight_decay=0.0)
-        options = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "bf16": True}
+        fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+        renamed = {"gradient_checkpointing", "activation_checkpointing"} & fields
+        options = {"gradient_accumulation_steps": 2, min(renamed): True, "bf16": True}
         trainer = trainer_of(transformers, model, tmp_path, optimizer, **options)
         trainer.train(resume_from_checkpoint=checkpoint)
         return model

@@ -433,6 +433,13 @@ def test_further_parametrizations_are_not_folded_away():
     assert equal(convert_state_dict(layer.state_dict(), "parametrize"), layer.state_dict())
 
 
+def test_keys_that_would_become_a_further_parametrization_are_refused():
+    state = {"w": torch.randn(2, 3), "parametrizations.w.0.a": torch.randn(2)}
+    with pytest.raises(StateDictError, match=r"w: 'parametrizations.w.0.a' belongs"):
+        convert_state_dict(state, "parametrize", weights=["w"])
+    assert list(convert_state_dict(state, "hook", weights=["w"]))[:2] == ["w_g", "w_v"]
+
+
 def test_float8_is_renamed_but_not_computed_with():
     state = {"w_g": g.to(torch.float8_e4m3fn), "w_v": v.to(torch.float8_e4m3fn)}
     renamed = convert_state_dict(state, "parametrize")

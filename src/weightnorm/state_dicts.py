@@ -350,7 +350,12 @@ def plan_conversion(
         else:
             tensors.append(_plan_copy(key, key, value))
     _refuse_collisions(tensors)
-    _refuse_misreadings(tensors, [] if to == "folded" else names, dim)
+    outline = {planned.key: planned.outline for planned in tensors}
+    found = stored_weights(outline, dim)
+    _refuse_misreadings(found, [] if to == "folded" else names)
+    for weight in found:
+        if not set(weight.keys) <= state.keys():  # its keys are new
+            _refuse_further_parametrizations(outline, weight)
     return Conversion(names, tensors)
 
 
@@ -451,9 +456,8 @@ def _refuse_collisions(tensors: list[PlannedTensor]) -> None:
         sources[planned.key] = planned.source
 
 
-def _refuse_misreadings(tensors: list[PlannedTensor], expected: list[str], dim: Dim) -> None:
-    """Refuse a result in which other weights would be found than those that were written."""
-    found = stored_weights({planned.key: planned.outline for planned in tensors}, dim)
+def _refuse_misreadings(found: list[StoredWeight], expected: list[str]) -> None:
+    """Refuse a result in which other weights are `found` than those that were written."""
     for weight in found:
         if weight.path not in expected:
             g, v = weight.keys[:2]

@@ -84,12 +84,12 @@ def test_interrupt_during_evaluation_saves_a_checkpoint(tmp_path, reference):
 
 def test_sweep_over_games_and_report(tmp_path, capsys):
     settings = [str(word) for word in TINY[4:] if word not in ("--game", "breakout")]
-    grid = ["--games", "breakout", "enduro", "--parameterizations", "standard"]
+    grid = ["--games", "breakout", "space-invaders", "--parameterizations", "standard"]
     where = ["--preset", "demo", "--runs", str(tmp_path / "runs")]
     assert main.main(["sweep", "dqn", *where, *grid, *settings, "--epochs", "1"]) == 0
     out = capsys.readouterr().out
     records, problems = find_records(tmp_path / "runs")
-    assert [record.config["game"] for record in records] == ["breakout", "enduro"]
+    assert [record.config["game"] for record in records] == ["breakout", "space-invaders"]
     assert not problems
     for record in records:
         (row,) = (line for line in out.splitlines() if record.config["game"] in line)
@@ -98,7 +98,7 @@ def test_sweep_over_games_and_report(tmp_path, capsys):
     files = report(tmp_path / "runs", tmp_path / "report")
     assert not files.problems
     assert {path.suffix for path in files.figures} == {".png", ".svg", ".gif"}
-    assert "Enduro" in files.page.read_text()
+    assert "Space Invaders" in files.page.read_text()
 
 
 @pytest.mark.parametrize(

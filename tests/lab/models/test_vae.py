@@ -222,12 +222,12 @@ def test_importance_sampling_has_bounded_memory():
 
 
 @pytest.mark.parametrize(("data", "normalize"), [("mnist", False), ("cifar10", True)])
-def test_a_thousand_steps_at_the_papers_rate_stay_finite(data, normalize):
+def test_hundreds_of_steps_at_the_papers_rate_stay_finite(data, normalize):
     model = small(data, normalize, width=0.05, latents=1)
     optimizer = torch.optim.Adamax(model.parameters(), lr=0.002)
     x = images(data, 2)
     first = -model(x).elbo.mean()
-    for _ in range(1000):
+    for _ in range(400):
         optimizer.zero_grad()
         loss = -model(x).elbo.mean()
         loss.backward()

@@ -42,7 +42,7 @@ from weightnorm.torch_private import (
 
 Retract = bool | float | Literal["rms"]
 
-_SMALL, _STACKED, _FEWEST = 2**15, 2**18, 4
+_SMALL, _STACKED, _FEWEST = 2**13, 2**15, 4
 """Elements of a small weight, of a stack of them, and how many are worth a copy."""
 
 

@@ -86,7 +86,7 @@ def training_step(workload: Workload, name: str, device: torch.device) -> Call:
 
 
 def step_alone(make: Callable[[], nn.Module], name: str, device: torch.device) -> Call:
-    """A step of the optimizer, on new copies of the same gradients."""
+    """A step of the optimizer, on gradients that are made for it and released after it."""
     model = build(make, NORMALIZATIONS[PLAIN], device)
     optimizer = optimizer_of(name, model)
     gradients = [torch.randn_like(p) for p in model.parameters()]
@@ -95,6 +95,7 @@ def step_alone(make: Callable[[], nn.Module], name: str, device: torch.device) -
         for p, grad in zip(model.parameters(), gradients, strict=True):
             p.grad = grad.clone()
         optimizer.step()
+        model.zero_grad()
 
     return run
 

@@ -60,6 +60,17 @@ def wait_for(condition, seconds: float = 120):
     raise AssertionError(f"the condition did not hold within {seconds} s")
 
 
+def kill_at_second_checkpoint(runs: Path, *words: object) -> None:
+    """Start a command and kill it once it has written two checkpoints."""
+    process = started(*words, "--checkpoint-seconds", 0)
+    try:
+        wait_for(lambda: process.poll() is not None or [*runs.rglob("checkpoint-previous.pt")])
+        process.kill()
+    finally:
+        process.communicate()
+    assert process.returncode == -9
+
+
 def run_folder(runs: Path) -> Path:
     """Return the folder of the only run below `runs`."""
     (config,) = runs.rglob("config.json")

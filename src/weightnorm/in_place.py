@@ -381,9 +381,7 @@ class UnitBatch:
     def write_gradient(self, gradients: dict[int, Tensor], k: int, new: Tensor) -> None:
         """Store new values of the k-th tensor of `read_gradients`."""
         if self.stacks:
-            kept = [k for k, i in enumerate(self.numbers) if i in gradients]
-            parts = new.view(-1, *self.weights[0].stored.shape[1:]).split(self.counts)
-            foreach_copy_([gradients[self.numbers[k]] for k in kept], [parts[k] for k in kept])
+            _unstack([gradients.get(i) for i in self.numbers], new, self.counts)
             return
         grad = gradients[self.numbers[k]]
         _replace(grad, new.as_strided(grad.shape, grad.stride()))
@@ -692,10 +690,10 @@ def _rows(x: Tensor) -> Tensor:
     return x.permute(_memory_order(x)).flatten(1)
 
 
-def _unstack(xs: list[Tensor], matrix: Tensor, counts: list[int]) -> None:
-    """Copy the rows of a matrix to the tensors that it was stacked from."""
-    whole = matrix.view(-1, *xs[0].shape[1:])
-    foreach_copy_(xs, whole.split(counts))
+def _unstack(xs: Sequence[Tensor | None], matrix: Tensor, counts: list[int]) -> None:
+    """Copy the rows of a matrix to the tensors that it was stacked from; None is left out."""
+    pairs = [(x, part) for x, part in zip(xs, matrix.split(counts), strict=True) if x is not None]
+    foreach_copy_([x for x, _ in pairs], [part.view(x.shape) for x, part in pairs])
 
 
 def _set_data(x: Tensor, memory: Tensor) -> None:

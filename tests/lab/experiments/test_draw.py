@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from commands import outcome, run_folder, same, spread, started, wait_for, weightnorm
+from commands import kill_at_second_checkpoint, outcome, run_folder, same, spread, weightnorm
 from weightnorm import Parameterization, normalized_weights, parts
 from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.experiments import draw
@@ -190,14 +190,8 @@ def test_run_writes_its_record_and_samples(reference):
 
 
 def test_resume_after_kill_is_bit_exact(tmp_path, reference):
-    command = tiny(tmp_path, "--checkpoint-seconds", 0)
-    process = started(*command)
-    try:
-        wait_for(lambda: process.poll() is not None or [*tmp_path.rglob("checkpoint-previous.pt")])
-        process.kill()
-    finally:
-        process.communicate()
-    assert process.returncode == -9
+    command = tiny(tmp_path)
+    kill_at_second_checkpoint(tmp_path, *command)
     assert weightnorm(*command)[0] == 0
     assert len(load_record(run_folder(tmp_path)).sessions) == 2
     assert same(outcome(tmp_path), outcome(reference))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from commands import outcome, run_folder, same, spread, started, wait_for, weightnorm
+from commands import kill_at_second_checkpoint, outcome, run_folder, same, spread, weightnorm
 from weightnorm import Parameterization, WeightNormOptimizer
 from weightnorm.lab.data.torch_source import Corpus, trigram_bits_per_byte
 from weightnorm.lab.errors import ConfigError
@@ -177,14 +177,8 @@ def test_killed_and_resumed_through_the_command_line_and_on_two_ranks(tmp_path):
     whole, parts, ranks = (tmp_path / name for name in ("whole", "parts", "ranks"))
     assert weightnorm(*tiny(whole))[0] == 0
 
-    command = tiny(parts, "--checkpoint-seconds", 0)
-    process = started(*command)
-    try:
-        wait_for(lambda: process.poll() is not None or [*parts.rglob("checkpoint-previous.pt")])
-        process.kill()
-    finally:
-        process.communicate()
-    assert process.returncode == -9
+    command = tiny(parts)
+    kill_at_second_checkpoint(parts, *command)
     assert weightnorm(*command)[0] == 0
     assert len(load_record(run_folder(parts)).sessions) == 2
     assert same(outcome(parts), outcome(whole))

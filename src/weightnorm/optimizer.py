@@ -233,6 +233,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         """One step of the inner optimizers on v, g and all other parameters."""
         if not torch.compiler.is_compiling():
             self._check_memory()
+            self._stepped = True  # torch 2.9 cannot compile it
         for group, inner in self._pairs():
             inner.update(_settings(group))
         loss = None
@@ -245,7 +246,6 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             self._step()
         for group, inner in self._pairs():
             group.update(_settings(inner))
-        self._stepped = True
         return loss
 
     def _step(self) -> None:
@@ -371,7 +371,9 @@ class WeightNormOptimizer(torch.optim.Optimizer):
     @property  # type: ignore[override]
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """What is kept for each of the model's parameters, by parameter. Empty before a step."""
-        return self._state() if "_inner" in self.__dict__ and self._stepped else {}
+        if "_inner" not in self.__dict__:
+            return {}
+        return self._state() if self._stepped or any(o.state for o in self._inner) else {}
 
     @state.setter
     def state(self, value: object) -> None:

@@ -97,8 +97,9 @@ LIBRARY = {
         "optimizer",
     },
     "diagnostics": {"diagnostics.linter", "diagnostics.monitor", "diagnostics.probes"},
-    "in_place": {"dtensor", "functional", "kernels", "torch_private"},
-    "optimizer": {"arguments", "functional", "in_place", "layers"},
+    "in_place": {"dtensor", "functional", "kernels"},
+    "units": {"dtensor", "in_place", "kernels", "torch_private"},
+    "optimizer": {"arguments", "functional", "in_place", "layers", "units"},
     "parameterizations": {"arguments", "distributed", "mean_only", "reparam"},
 }
 

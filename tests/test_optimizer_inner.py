@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightnorm import WeightNormOptimizer, functional, in_place, weight_norm_model
+from weightnorm import WeightNormOptimizer, functional, weight_norm_model
 from weightnorm.lab.benchmarks.peak_memory import peak_bytes
 
 
@@ -272,27 +272,6 @@ def test_gradients_that_are_views_of_a_bucket_are_overwritten_in_place():
     assert torch.equal(model.weight, twin.weight)
     assert not torch.equal(bucket[:6], before[:6])  # no second copy of the bucket's memory
     assert torch.equal(bucket[6:], before[6:])
-
-
-def test_stacked_small_weights_move_like_single_ones(monkeypatch):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Conv1d(4, n, 3) for n in (4, 4, 5, 4, 4)], nn.Conv1d(4, 4, 1))
-    twin = copy.deepcopy(model)
-    stacked = WeightNormOptimizer(model, torch.optim.Adam, lr=0.1, scale="log")
-    monkeypatch.setattr(in_place, "_FEWEST", 99)
-    single = WeightNormOptimizer(twin, torch.optim.Adam, lr=0.1, scale="log")
-    for i in range(4):
-        for each in (model, twin):
-            for k, p in enumerate(each.parameters()):
-                p.grad = torch.cos(3 * p.detach() + i) if i % 2 or k != 2 else None
-        if i == 2:  # a weight that was written to, and a zero row
-            for each in (model, twin):
-                each[1].weight.data.mul_(3)[2] = 0.0
-        for optimizer in (stacked, single):
-            optimizer.step()
-    assert [len(b.numbers) for b in stacked._units[0].batches(range(6))] == [1, 5]
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
 
 
 FREE = ("detach", "empty", "_local_scalar", "split", "_record")

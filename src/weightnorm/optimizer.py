@@ -24,7 +24,8 @@ from torch.nn.parameter import UninitializedParameter
 from weightnorm import layers
 from weightnorm.arguments import check_dim, check_where
 from weightnorm.functional import Parts, resolve_dim
-from weightnorm.in_place import InPlaceWeight, Retract, Units, initial_norm, units_by_device
+from weightnorm.in_place import InPlaceWeight, Retract, initial_norm
+from weightnorm.units import Units, units_by_device
 
 Factory = Callable[..., torch.optim.Optimizer]
 Where = Callable[[str, nn.Module], bool]

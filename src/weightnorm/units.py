@@ -1,0 +1,291 @@
+"""g and ‖v‖ of all units, and the passes that turn every weight into v and back (eqs. 2 and 3).
+
+Note [one flat vector]
+    The numbers per unit of all weights on a device lie in one vector, so arithmetic on them costs a
+    few kernel launches per step, not per weight. `InPlaceWeight.g` and `.norm` are views of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightnorm.dtensor import local
+from weightnorm.in_place import InPlaceWeight, set_data
+from weightnorm.kernels import EPS
+from weightnorm.torch_private import (
+    foreach_add_,
+    foreach_mul_,
+    foreach_sub_,
+    fused_weight_norm_backward,
+)
+
+
+class UnitBatch:
+    """Weights that are processed together, and their numbers per unit."""
+
+    def __init__(self, units: Units, numbers: list[int], start: int) -> None:
+        self.numbers, self.weights = numbers, [units.weights[i] for i in numbers]
+        self.xs = [weight.x for weight in self.weights]
+        """The weights as tensors that numbers per unit broadcast to."""
+        self.counts = [weight.count for weight in self.weights]
+        self.part = slice(start, start + sum(self.counts))
+        self.g, self.norm = units.g[self.part], units.norm[self.part]
+        self.cut = [i for i, weight in enumerate(self.weights) if weight.cut]
+        self.rows = self.weights[0].rows and not self.cut
+        x = self.xs[0]
+        self.on_cpu = x.device.type == "cpu"
+        self.is_fused = (
+            self.rows
+            and x.device.type in ("cpu", "cuda")
+            and x.dtype in (torch.float32, torch.float64)
+            and all(x.numel() for x in self.xs)
+        )
+
+    def split(self, column: Tensor) -> Sequence[Tensor]:
+        """A column's part for each weight."""
+        return [column] if len(self.counts) == 1 else column.split_with_sizes(self.counts)
+
+    def spread(self, column: Tensor) -> list[Tensor]:
+        """A column's part for each weight, so that it broadcasts to it."""
+        parts = self.split(column)
+        if self.rows:
+            return list(parts)
+        return [weight.spread(part) for weight, part in zip(self.weights, parts, strict=True)]
+
+    def norms(self) -> Tensor:
+        """‖·‖ of every unit."""
+        norm = torch.empty_like(self.norm)
+        columns = self.split(norm)
+        if self.rows:
+            for x, column in zip(self.xs, columns, strict=True):
+                torch.linalg.vector_norm(x, 2, 1, True, out=column)
+            return norm
+        for weight, column in zip(self.weights, columns, strict=True):
+            column.copy_(weight.sum(weight.x.square()))
+        self.sum_over_ranks(columns)
+        return norm.sqrt_()
+
+    def sum_over_ranks(self, columns: Sequence[Tensor]) -> None:
+        """Σ over the ranks that a unit lies on, see Note [cut units]."""
+        by_groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        for i in self.cut:
+            by_groups[self.weights[i].cut].append(columns[i])
+        for groups, parts in by_groups.items():
+            joined = torch.cat(parts)
+            for group in groups:
+                torch.distributed.all_reduce(joined, group=group)
+            for part, total in zip(parts, joined.split([len(p) for p in parts]), strict=True):
+                part.copy_(total)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply every unit by its factor."""
+        foreach_mul_(self.xs, self.spread(factor))
+
+    def may_hold_other(self, mask: Tensor) -> bool:
+        """Whether any is false; without reading numbers back from a device, whether it may be."""
+        return not self.on_cpu or torch.compiler.is_compiling() or not bool(mask.all())
+
+
+class Units:
+    """Numbers per unit of all weights on one device, see Note [one flat vector]."""
+
+    def __init__(self, weights: Sequence[InPlaceWeight], log: bool) -> None:
+        # Weights of a batch have to be neighbors.
+        self.weights = sorted(weights, key=lambda w: (bool(w.cut), not w.rows))
+        self.log = log
+        first = self.weights[0].stored
+        self.counts = [w.count for w in self.weights]
+        self.g, self.norm = (
+            torch.cat([local(t.detach()).reshape(-1, 1).to(first) for t in tensors])
+            for tensors in ([w.g for w in self.weights], [w.norm for w in self.weights])
+        )
+        for weight, g, norm in zip(
+            self.weights, self.g.split(self.counts), self.norm.split(self.counts), strict=True
+        ):
+            set_data(weight.g, g.view(local(weight.g).shape))
+            weight.norm = weight.as_units(norm)
+        self._batches: dict[tuple[int, ...], list[UnitBatch]] = {}
+
+    def batches(self, active: Sequence[int]) -> list[UnitBatch]:
+        """The active weights in batches."""
+        key = tuple(active)
+        if key not in self._batches:
+            if len(self._batches) >= 8:  # other weights have gradients in every step
+                self._batches.clear()
+            self._batches[key] = list(self._find_batches(active))
+        return self._batches[key]
+
+    def _find_batches(self, active: Sequence[int]) -> Iterator[UnitBatch]:
+        starts = [0, *itertools.accumulate(self.counts)]
+        numbers: list[int] = []
+        for i in active:
+            weight, last = self.weights[i], self.weights[numbers[-1]] if numbers else None
+            if last is not None and (
+                numbers[-1] != i - 1
+                or (weight.rows, bool(weight.cut)) != (last.rows, bool(last.cut))
+            ):
+                yield UnitBatch(self, numbers, starts[numbers[0]])
+                numbers = []
+            numbers.append(i)
+        if numbers:
+            yield UnitBatch(self, numbers, starts[numbers[0]])
+
+    def lengths(self, batch: UnitBatch) -> Tensor:
+        """g, signed; eˢ for a log-scale."""
+        return batch.g.exp() if self.log else batch.g
+
+    def _read_lengths(self, batch: UnitBatch) -> tuple[Tensor, Tensor]:
+        """(g, ±‖w‖), after weights that were written to and zero rows have been taken care of."""
+        length = batch.norms()
+        g = self.lengths(batch)
+        size = g.abs()
+        # Where ‖w‖ is |g| but for rounding, g stays as it is. False for zero rows and NaN.
+        same = (length - size).abs_() < size.sub_(EPS).mul_(64 * torch.finfo(g.dtype).eps)
+        if batch.may_hold_other(same):
+            g = torch.where(same, g, torch.copysign(length, g))
+            if self.log:
+                tiny = torch.finfo(g.dtype).tiny
+                batch.g.copy_(torch.where(same, batch.g, length.clamp_min(tiny).log()))
+            else:
+                batch.g.copy_(g)
+            # A zero row takes the diagonal direction: as if ‖w‖ were 1, with g = 0.
+            zero = length <= EPS
+            for weight, mask in zip(batch.weights, batch.spread(zero), strict=True):
+                weight.x.masked_fill_(mask, weight.fan_in() ** -0.5)
+            length.masked_fill_(zero, 1.0)
+        return g, torch.copysign(length, g)
+
+    def to_directions(
+        self, active: Sequence[int], graded: Sequence[int], *, train_g: bool, project: bool
+    ) -> None:
+        """Overwrite w by v, and replace ∇w by ∇v in those weights that are `graded`; set their ∇g.
+
+        With g signed and L = ±‖w‖: v = w·‖v‖/L, ∇g = ∇w·w/L, ∇v = (g/‖v‖)(∇w − (∇g/L)w).
+        """
+        for i in active:
+            self.weights[i].read_copy()
+        has_gradient = {*graded}
+        for batch in self.batches(active):
+            g, length = self._read_lengths(batch)
+            factor = batch.norm / length
+            which = [k for k, i in enumerate(batch.numbers) if i in has_gradient]
+            if which:
+                slope = g if self.log else None  # for a log-scale ∇s = g·∇g
+                if project and batch.is_fused and not torch.compiler.is_compiling():
+                    _project_fused(batch, which, g / factor, length, slope, train_g)
+                else:
+                    _project(batch, which, g, length, slope, train_g, project)
+            batch.scale(factor)
+
+    def shrink(self, i: int, factor: float) -> None:
+        """Multiply g of one weight."""
+        g = self.g.split(self.counts)[i]
+        if self.log:
+            g.add_(math.log(factor))
+        else:
+            g.mul_(factor)
+
+    def copies(self, active: Sequence[int]) -> list[Tensor]:
+        """The active weights as they are now."""
+        return [self.weights[i].x.clone() for i in active]
+
+    def normalize_update(
+        self, active: Sequence[int], before: list[Tensor], rates: Sequence[Any]
+    ) -> None:
+        """Rescale v − `before` to the length lr·‖v‖, unit by unit."""
+        if not active:
+            return
+        now = [self.weights[i].x for i in active]
+        foreach_sub_(now, before)
+        for batch in self.batches(active):
+            step = batch.norms()
+            factor = (batch.norm / step).masked_fill_(step == 0, 0.0)
+            for i, column in zip(batch.numbers, factor.split(batch.counts), strict=True):
+                column.mul_(rates[i])
+            batch.scale(factor)
+        foreach_add_(now, before)
+
+    def to_weights(self, active: Sequence[int], *, keep_norm: bool) -> None:
+        """Overwrite v by w = g·v/‖v‖ (eq. 2), and take over ‖v‖ unless it is retracted."""
+        for batch in self.batches(active):
+            norm = batch.norms()
+            factor = self.lengths(batch) / norm
+            alive = norm > EPS
+            if batch.may_hold_other(alive):
+                zero = norm <= EPS  # not NaN
+                factor.masked_fill_(zero, 0.0)
+                norm = torch.where(zero, batch.norm, norm)
+            batch.scale(factor)
+            if not keep_norm:
+                batch.norm.copy_(norm)
+        for i in active:
+            self.weights[i].write_copy()
+
+
+def _project_fused(
+    batch: UnitBatch,
+    which: Sequence[int],
+    gain: Tensor,
+    length: Tensor,
+    slope: Tensor | None,
+    train_g: bool,
+) -> None:
+    """Replace ∇w by ∇v and set ∇g, by torch's backward pass with w for v and g·L/‖v‖ for g."""
+    gains, lengths = batch.split(gain), batch.split(length)
+    slopes = None if slope is None else batch.split(slope)
+    for k in which:
+        weight = batch.weights[k]
+        grad = weight.local_grad()
+        grad_v, grad_g = fused_weight_norm_backward(
+            weight.unit_view(grad), batch.xs[k], gains[k], lengths[k], 0
+        )
+        if slopes is not None:
+            grad_g.mul_(slopes[k])
+        grad = weight.replacement(grad, grad_v)
+        weight.set_gradients(grad, grad_g if train_g else None)
+        del grad, grad_v  # or they would keep memory during the next weight
+
+
+def _project(
+    batch: UnitBatch,
+    which: Sequence[int],
+    g: Tensor,
+    length: Tensor,
+    slope: Tensor | None,
+    train_g: bool,
+    project: bool,
+) -> None:
+    """Overwrite ∇w by ∇v, or by (g/‖v‖)∇w without `project`; set ∇g."""
+    gradients = {k: batch.weights[k].local_grad() for k in which}
+    views = {k: batch.weights[k].unit_view(grad) for k, grad in gradients.items()}
+    dot = torch.zeros_like(g)
+    if project or train_g:
+        parts = batch.split(dot)
+        for k, grad in views.items():
+            parts[k].copy_(batch.weights[k].sum(grad * batch.xs[k]))
+        batch.sum_over_ranks(parts)
+        dot.div_(length)
+    slopes = batch.spread(g / batch.norm)
+    along = batch.spread(dot / length) if project else slopes
+    for k, grad in views.items():
+        if project:
+            grad.sub_(batch.xs[k] * along[k])
+        grad.mul_(slopes[k])
+    grad_g = batch.split(dot if slope is None else dot * slope)
+    for k, grad in gradients.items():
+        batch.weights[k].set_gradients(grad, grad_g[k] if train_g else None)
+
+
+def units_by_device(weights: Iterable[InPlaceWeight], log: bool) -> list[Units]:
+    """One `Units` for each device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[InPlaceWeight]] = defaultdict(list)
+    for weight in weights:
+        found[weight.stored.device, weight.stored.dtype].append(weight)
+    return [Units(each, log) for each in found.values()]

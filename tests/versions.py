@@ -234,6 +234,8 @@ def pytest_options(results: Path, without: Sequence[str]) -> list[str]:
         "--quiet",
         "-p",
         "no:cacheprovider",
+        # Packages are installed without bytecode, so that importing one compiles it.
+        "-W=ignore:invalid escape sequence",
         "--override-ini=junit_family=xunit1",  # with the file of each test
         f"--junitxml={results}",
     ]

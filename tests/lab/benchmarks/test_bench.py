@@ -6,6 +6,7 @@ Nothing here depends on how long anything takes.
 import copy
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +158,31 @@ def test_exit_code_of_compare(folder, tmp_path, capsys):
     assert "faster: acting" in capsys.readouterr().out
 
 
+def test_a_record_keeps_the_benchmarks_that_are_not_measured_again(folder, tmp_path):
+    out, words = tmp_path / "bench", ["bench", "acting", "--quick", "--rounds", "1", "--out"]
+    shutil.copytree(folder, out)
+    before = load(out / "result.json")
+    assert main.main([*words, str(out)]) == 0
+    after = load(out / "result.json")
+    assert after["benchmarks"][0]["cases"][0]["rounds"] == 1
+    assert after["benchmarks"][1:] == before["benchmarks"][1:]
+    config = json.loads((out / "config.json").read_text())["config"]
+    assert config["benchmarks"] == ["acting", "mean-only", "op"]
+    sessions = [json.loads(line) for line in (out / "sessions.jsonl").read_text().splitlines()]
+    assert {row["started"] for row in sessions} == {
+        benchmark["started"] for benchmark in after["benchmarks"]
+    }
+
+
+def test_a_record_of_other_conditions_is_not_mixed(folder, tmp_path, capsys):
+    record = load(folder / "result.json")
+    record["environment"]["machine"] = "another one"
+    (tmp_path / "result.json").write_text(json.dumps(record))
+    assert main.main(["bench", "acting", "--quick", "--out", str(tmp_path)]) == 1
+    assert "measured under other conditions: machine" in " ".join(capsys.readouterr().err.split())
+    assert load(tmp_path / "result.json") == record
+
+
 def test_other_conditions_are_named_and_other_sizes_refused(folder):
     record = load(folder / "result.json")
     other = copy.deepcopy(record)
@@ -219,9 +245,9 @@ def test_infinite_values_are_no_bound(tmp_path):
     assert not found.slower
 
 
-def test_progress_is_printed_as_lines_without_a_terminal():
+def test_progress_is_printed_as_lines_without_a_terminal(tmp_path):
     printed = io.StringIO()
-    run([BENCHMARKS["acting"]], QUICK, Console(file=printed))
+    run([BENCHMARKS["acting"]], QUICK, Console(file=printed), tmp_path)
     assert "acting: batch of 1" in printed.getvalue()
 
 

@@ -73,13 +73,17 @@ def compare(old: Record, new: Record) -> RecordComparison:
     if not before.keys() & after.keys():
         raise RecordError("the records have no goal in common")
     changes = [Change(*key, before[key], after[key]) for key in after if key in before]
-    fields = ("machine", "device", "threads", "torch")
-    differing = [
-        f"{field} ({old['environment'].get(field)}, now {new['environment'].get(field)})"
-        for field in fields
-        if old["environment"].get(field) != new["environment"].get(field)
-    ]
+    differing = differing_conditions(old["environment"], new["environment"])
     return RecordComparison(tuple(changes), f"other {', '.join(differing)}" if differing else "")
+
+
+def differing_conditions(old: Record, new: Record) -> list[str]:
+    """List what differs between two environments, of what may change ratios."""
+    return [
+        f"{field} ({old.get(field)}, now {new.get(field)})"
+        for field in ("machine", "device", "threads", "torch")
+        if old.get(field) != new.get(field)
+    ]
 
 
 def _values(record: Record) -> Iterator[tuple[tuple[str, str, str], Interval]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 from rich.console import Console
 
 from weightnorm.lab.benchmarks.benchmark import Benchmark, Settings
+from weightnorm.lab.benchmarks.compare import differing_conditions, load
 from weightnorm.lab.benchmarks.machine import cpu
 from weightnorm.lab.benchmarks.measurement import measure
 from weightnorm.lab.benchmarks.roofline import RooflineProbe
+from weightnorm.lab.errors import RecordError
 from weightnorm.lab.runs.environment import environment
 from weightnorm.lab.runs.progress import ProgressBars
-from weightnorm.lab.runs.records import append_row, write_json
+from weightnorm.lab.runs.records import read_rows, write_json, write_rows
 
 Record = dict[str, Any]
 
@@ -24,26 +26,63 @@ def run(
     benchmarks: Sequence[Benchmark],
     settings: Settings,
     console: Console,
+    folder: Path,
     on_benchmark: Callable[[Record], None] = lambda benchmark: None,
-) -> Record:
-    """Measure the machine's limits, then every benchmark, and return the record.
+) -> Path:
+    """Measure the machine's limits, then every benchmark; write the record after each of them.
 
-    `on_benchmark` is called with the part of the record that each benchmark adds."""
+    Other benchmarks in a record that the folder has are kept. `on_benchmark` is called with the
+    part of the record that each benchmark adds. Returns the path of the record.
+    """
+    session = {**environment(settings.device, 1), "cpu": cpu()}
+    kept = kept_benchmarks(folder, [each.name for each in benchmarks], settings, session)
     progress = ProgressBars(console)
     try:
         bar = progress.add("benchmarks", len(benchmarks))
         progress.print("limits of the machine")
         roofline = RooflineProbe(settings).measure()
-        found = []
         for index, benchmark in enumerate(benchmarks):
             progress.update(bar, index)
-            cases = _measure_cases(benchmark, settings, roofline, progress)
-            found.append({"name": benchmark.name, "title": benchmark.title, "cases": cases})
-            on_benchmark(found[-1])
+            kept[benchmark.name] = {
+                "name": benchmark.name,
+                "title": benchmark.title,
+                "started": session["started"],
+                "cases": _measure_cases(benchmark, settings, roofline, progress),
+            }
+            path = write(_record(kept, settings, session, roofline), folder)
+            on_benchmark(kept[benchmark.name])
     finally:
         progress.close()
+    return path
+
+
+def kept_benchmarks(
+    folder: Path, names: Sequence[str], settings: Settings, session: Record
+) -> dict[str, Record]:
+    """Return the benchmarks of the folder's record, if they can be in one table with these."""
+    path = folder / "result.json"
+    if not path.exists():
+        return {}
+    old = load(path)
+    found = {benchmark["name"]: benchmark for benchmark in old["benchmarks"]}
+    differences = differing_conditions(old["environment"], session)
+    if old["settings"]["quick"] != settings.quick:
+        differences.append("sizes")
+    if not differences:
+        return found
+    if found.keys() <= {*names}:
+        return {}
+    raise RecordError(
+        f"{path} was measured under other conditions: {', '.join(differences)}; "
+        "run all of its benchmarks, or pass another folder with --out"
+    )
+
+
+def _record(
+    benchmarks: Mapping[str, Record], settings: Settings, session: Record, roofline: Any
+) -> Record:
     return {
-        "environment": {**environment(settings.device, 1), "cpu": cpu()},
+        "environment": session,
         "settings": {
             "quick": settings.quick,
             "rounds": settings.rounds,
@@ -51,7 +90,7 @@ def run(
             "precision": settings.precision,
         },
         "limits": asdict(roofline),
-        "benchmarks": found,
+        "benchmarks": [*benchmarks.values()],
     }
 
 
@@ -79,7 +118,10 @@ def write(record: Record, folder: Path) -> Path:
     names = [benchmark["name"] for benchmark in record["benchmarks"]]
     config = {"rounds": record["settings"]["rounds"], "benchmarks": names}
     write_json(folder / "config.json", {"experiment": "bench", "preset": preset, "config": config})
-    (folder / "sessions.jsonl").unlink(missing_ok=True)
-    append_row(folder / "sessions.jsonl", record["environment"])
+    sessions = folder / "sessions.jsonl"
+    used = {benchmark.get("started") for benchmark in record["benchmarks"]}
+    used.discard(record["environment"]["started"])
+    rows = [row for row in read_rows(sessions) if row.get("started") in used]
+    write_rows(sessions, [*rows, record["environment"]])
     write_json(folder / "result.json", record)
     return folder / "result.json"

@@ -42,7 +42,8 @@ class BenchOptions:
     device: str = "auto"
     """cpu, cuda, cuda:1, mps, or auto for the best available."""
     out: Path = Path("runs/bench")
-    """Folder for the record; `weightnorm report` shows it with charts."""
+    """Folder for the record; `weightnorm report` shows it with charts. Other benchmarks of a record
+    that is there are kept."""
     compare: Path | None = None
     """An older result.json to compare with; the exit code is 3 if a goal's value got worse."""
 
@@ -63,7 +64,7 @@ def main(words: list[str]) -> int:
     benchmarks = [BENCHMARKS[nearest(name, BENCHMARKS, "benchmark")] for name in names]
     settings = _settings(options)
     old = load(options.compare) if options.compare else None
-    path = runner.write(runner.run(benchmarks, settings, ERR, _print_benchmark), options.out)
+    path = runner.run(benchmarks, settings, ERR, options.out, _print_benchmark)
     record = load(path)
     print_line(OUT, f"\n{about(record)}\nrecord: {path}")
     return _compare(old, record) if old else 0

@@ -13,7 +13,7 @@ import torch
 from weightnorm import Parameterization, normalized_weights
 from weightnorm.lab.benchmarks.benchmark import Settings
 from weightnorm.lab.benchmarks.cases import dqn_steps
-from weightnorm.lab.benchmarks.cases.dqn_steps import STANDARD, TORCH, TorchAgent
+from weightnorm.lab.benchmarks.cases.dqn_steps import BFLOAT16, STANDARD, TORCH, TorchAgent
 from weightnorm.lab.benchmarks.peers import OURS
 from weightnorm.lab.benchmarks.processes import in_processes
 from weightnorm.lab.benchmarks.statistics import Rounds
@@ -49,13 +49,16 @@ def in_this_process(makers):
     yield {name: make() for name, make in makers.items()}
 
 
-def test_peers_that_are_not_installed_are_left_out_and_named(monkeypatch):
+@pytest.mark.parametrize("sets", [[], ["avx512_bf16"]])
+def test_peers_that_are_not_available_are_left_out_and_named(sets, monkeypatch):
     monkeypatch.setattr(dqn_steps, "find_spec", lambda name: None)
+    monkeypatch.setattr(dqn_steps, "instruction_sets", lambda: sets)
     monkeypatch.setattr(dqn_steps, "in_processes", in_this_process)
     settings = Settings(torch.device("cpu"), quick=True)
     for case in dqn_steps.cases(settings):
-        assert list(case.peers) == [STANDARD, OURS, TORCH]
-        assert "not installed: Stable-Baselines3" in case.name
+        assert list(case.peers) == [STANDARD, *[BFLOAT16] * len(sets), OURS, TORCH]
+        assert "not available: Stable-Baselines3" in case.name
+        assert (BFLOAT16 in case.name) == (not sets)
         for goal in case.goals:
             goal.value(Rounds({peer: np.ones(2) for peer in case.peers}))
         for call in case.peers.values():

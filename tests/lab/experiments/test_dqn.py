@@ -76,16 +76,23 @@ def config(tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["standard", "weight-norm"])
-def test_corridor_is_solved_optimally(config, how):
+@pytest.mark.parametrize(
+    ("how", "precision", "error"),
+    [
+        ("standard", "float32", 0.03),
+        ("weight-norm", "float32", 0.03),
+        ("weight-norm", "bfloat16", 0.1),
+    ],
+)
+def test_corridor_is_solved_optimally(config, how, precision, error):
     how = dqn.Parameterization(how)
-    record = dqn.run(replace(config, parameterization=how), game=Corridor)
+    record = dqn.run(replace(config, parameterization=how, precision=precision), game=Corridor)
     assert record.result["score"] == record.result["best_score"] == 10
     assert record.metrics[-1]["games"] == 30  # two steps each
     assert record.result["random_score"] < 8
     state = torch.load(record.folder / "checkpoint.pt", weights_only=True)
     valued = [VALUES[cell] for cell in cells(state["states"]["baseline"]["states"])]
-    assert record.result["mean_q"] == pytest.approx(np.mean(valued), abs=0.03)
+    assert record.result["mean_q"] == pytest.approx(np.mean(valued), abs=error)
     assert not (record.folder / "replay.bin").exists()
     with np.load(record.folder / "game.npz") as kept:
         assert kept["frames"].shape == (3, SIDE, SIDE, 3)
@@ -143,6 +150,17 @@ def test_update_is_an_adamax_step_on_the_summed_huber_loss(config, tmp_path, how
     theirs = dict(copy.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, theirs[name])
+
+
+def test_bfloat16_updates_are_those_of_float32_but_for_rounding(config, tmp_path):
+    replay = replay_of(tmp_path / "ring", [1, 1, 0, 0, 1, 0, 1, 1] * 5)
+    batch, losses = replay.sample(16), {}
+    for precision in ("float32", "bfloat16"):
+        torch.manual_seed(0)
+        losses[precision] = agent_of(replace(config, precision=precision)).update(batch)
+    assert losses["bfloat16"].dtype is torch.float32
+    assert losses["bfloat16"] != losses["float32"]
+    torch.testing.assert_close(losses["bfloat16"], losses["float32"], rtol=0.02, atol=0.02)
 
 
 def module_form(agent):

@@ -7,10 +7,9 @@ the first half of training; in the second half it falls linearly to 0 and β₁ 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from weightnorm.lab.data.labelled import Labelled
 from weightnorm.lab.errors import require
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.lab.runs.config import RunConfig
+from weightnorm.lab.runs.environment import autocast
 from weightnorm.lab.runs.records import RunRecord
 from weightnorm.lab.runs.run import Run
 from weightnorm.lab.runs.validation import COUNT, NONNEGATIVE, SEVERAL, Limits
@@ -141,7 +141,7 @@ def run(config: Config, console: Console | None = None, data: Labelled | None = 
             model.train()
             for rows in run.batches(len(train), config.batch_size):
                 x, y = train[rows], labels[rows]
-                with precision(config, run.device):
+                with autocast(run.device, config.precision):
                     logits = network(x.contiguous(memory_format=torch.channels_last))
                     loss = F.cross_entropy(logits.float(), y, reduction="sum") / run.batch
                 optimizer.zero_grad()
@@ -186,13 +186,6 @@ def set_schedule(optimizer: torch.optim.Optimizer, config: Config, epoch: int) -
         group["betas"] = (0.9 if epoch < half else 0.5, 0.999)
 
 
-def precision(config: Config, device: torch.device) -> Any:
-    """Return the autocast context of the config's data type; it does nothing for float32."""
-    if config.precision == "float32":
-        return nullcontext()
-    return torch.autocast(device.type, getattr(torch, config.precision))
-
-
 @torch.no_grad()
 def evaluate(
     model: nn.Module, images: Tensor, labels: Tensor, config: Config, run: Run
@@ -202,7 +195,7 @@ def evaluate(
     share = run.ranks.share
     batches = zip(share(images).split(EVAL_BATCH), share(labels).split(EVAL_BATCH), strict=True)
     sums = []
-    with folded(model), precision(config, run.device):
+    with folded(model), autocast(run.device, config.precision):
         for x, y in batches:
             logits = model(x.contiguous(memory_format=torch.channels_last)).float()
             loss = F.cross_entropy(logits, y, reduction="sum")

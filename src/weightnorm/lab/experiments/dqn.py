@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from weightnorm.lab.rl.atari import Atari, Game, rom_paths
 from weightnorm.lab.rl.episodes import Evaluator, InitialBaseline, Player, epsilon_greedy
 from weightnorm.lab.rl.replay_buffer import ReplayBuffer, Transitions
 from weightnorm.lab.runs.config import RunConfig
+from weightnorm.lab.runs.environment import autocast
 from weightnorm.lab.runs.records import RunRecord
 from weightnorm.lab.runs.run import Run
 from weightnorm.lab.runs.validation import COUNT, POSITIVE, PROBABILITY, SEVERAL, Limits
@@ -90,6 +91,8 @@ class Config(RunConfig):
     """States for the data-dependent initialization; their mean value is logged every epoch."""
     value_std: float = 1.0
     """Standard deviation of the initial action values over those states."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the networks in updates (autocast); parameters are float32."""
 
     FOLDER_FIELDS: ClassVar[tuple[str, ...]] = ("game", "parameterization")
     LIMITS: ClassVar[dict[str, Limits]] = {
@@ -283,10 +286,12 @@ class Agent:
     def update(self, batch: Transitions) -> Tensor:
         """Take one optimizer step and return the loss, summed over the batch."""
         batch, (model, target) = batch.to(self.device), self.networks
-        with torch.no_grad():
-            next_q = target(batch.next_states)
+        with autocast(self.device, self.config.precision):
+            with torch.no_grad():
+                next_q = target(batch.next_states).float()
+            values = model(batch.states).float()
         targets = td_targets(batch.rewards, batch.terminal, next_q, self.config.discount)
-        q = model(batch.states).gather(1, batch.actions[:, None]).squeeze(1)
+        q = values.gather(1, batch.actions[:, None]).squeeze(1)
         loss = F.huber_loss(q, targets, reduction="sum")  # gradient: the error, clipped to ±1
         self.optimizer.zero_grad()
         loss.backward()

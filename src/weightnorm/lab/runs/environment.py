@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,13 @@ def pick_device(name: str) -> torch.device:
             f"device is {name}; expected a device of this machine, such as cpu, or auto ({reason})"
         ) from None
     return device
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """Return the autocast context of a data type, such as bfloat16; none for float32."""
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, precision))
 
 
 def device_name(device: torch.device) -> str:

@@ -27,6 +27,7 @@ from torch.nn.utils import parametrizations
 from weightnorm import Parameterization
 from weightnorm.lab.benchmarks.benchmark import Benchmark, Case, Settings, Summary
 from weightnorm.lab.benchmarks.goals import AtMost
+from weightnorm.lab.benchmarks.machine import instruction_sets
 from weightnorm.lab.benchmarks.peers import OURS, PARAMETRIZATION
 from weightnorm.lab.benchmarks.processes import Step, in_processes
 from weightnorm.lab.experiments import dqn
@@ -36,7 +37,7 @@ from weightnorm.lab.rl.atari import Atari, Game
 from weightnorm.lab.rl.episodes import InitialBaseline, Player
 from weightnorm.lab.rl.replay_buffer import ReplayBuffer
 
-STANDARD = "standard"
+STANDARD, BFLOAT16 = "standard", "standard, bfloat16"
 TORCH = PARAMETRIZATION
 PEER = "Stable-Baselines3"
 PEER_ON_OURS = "Stable-Baselines3 in our environment"
@@ -152,6 +153,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     call = {"steps": steps, "threads": torch.get_num_threads()}
     makers = {
         STANDARD: partial(learner, standard, Agent, **call),
+        BFLOAT16: partial(learner, replace(standard, precision="bfloat16"), Agent, **call),
         OURS: partial(learner, config, Agent, **call),
         TORCH: partial(learner, config, TorchAgent, **call),
         PEER_ON_OURS: partial(peer, config, True, **call),
@@ -160,7 +162,11 @@ def cases(settings: Settings) -> Iterator[Case]:
     missing = [name for name, needed in NEEDED.items() if not all(map(find_spec, needed))]
     limits = {PEER_ON_OURS: 1.0, PEER: 1 / 1.5}
     goals = [AtMost(STANDARD, limits[name], name) for name in NEEDED if name not in missing]
-    without = f" (not installed: {'; '.join(missing)})" if missing else ""
+    if "avx512_bf16" not in instruction_sets():
+        missing.append(BFLOAT16)  # emulated, many times slower
+    elif PEER not in missing:
+        goals.append(AtMost(BFLOAT16, limits[PEER], PEER))
+    without = f" (not available: {'; '.join(missing)})" if missing else ""
     with in_processes({name: makers[name] for name in makers if name not in missing}) as calls:
         yield Case(
             f"an update on 64 transitions every 4 steps{without}",

@@ -16,7 +16,9 @@ from rich.console import Console
 
 from commands import weightnorm
 from weightnorm.lab.benchmarks.benchmark import Settings
+from weightnorm.lab.benchmarks.cases import optimizer_step
 from weightnorm.lab.benchmarks.cases.op import FORMULA, OURS, TORCH, cases
+from weightnorm.lab.benchmarks.cases.vocoder import Residuals
 from weightnorm.lab.benchmarks.compare import compare, load
 from weightnorm.lab.benchmarks.registry import BENCHMARKS
 from weightnorm.lab.benchmarks.runner import run, write
@@ -65,6 +67,20 @@ def test_all_peers_compute_the_same_operation(monkeypatch):
         for other in found[1:]:
             torch.testing.assert_close(other, found[0])
         found.clear()
+
+
+def test_the_kernels_only_peer_of_the_optimizer_form_moves_weights_like_it():
+    models = []
+    for name in (optimizer_step.OPTIMIZER, optimizer_step.BARE):
+        torch.manual_seed(0)
+        models.append(Residuals(2))
+        optimizer = optimizer_step.optimizer_of(name, models[-1])
+        for i in range(3):
+            for p in models[-1].parameters():
+                p.grad = torch.cos(3 * p.detach() + i)
+            optimizer.step()
+    for ours, bare in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, bare)
 
 
 def test_summary_lines_are_unique():

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +26,12 @@ from weightnorm.lab.benchmarks.roofline import operations
 from weightnorm.lab.interleaved import Call, seconds
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.layers import chosen_weights
+from weightnorm.torch_private import foreach_mul_, fused_weight_norm_backward
 
 MODULE, OPTIMIZER = "module form", "optimizer form"
 MUON, MUOWN = "Muon", "optimizer form, Muon"
 FUSED = "fused Adam"
+BARE = "optimizer form, kernels only"
 STEPS = 8
 """Steps of the optimizer alone of which one measurement is the median."""
 
@@ -64,9 +67,50 @@ class MuonOfMatrices:
         self.adam.step()
 
 
-def optimizer_of(name: str, model: nn.Module) -> MuonOfMatrices | torch.optim.Optimizer:
+class KernelsOnly:
+    """The optimizer form's calls of torch, without checks: no zero rows, no weight written to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights: list[Any] = [getattr(m, name) for _, m, name in chosen_weights(model)]
+        self.rows = [w.detach().flatten(1) for w in self.weights]
+        self.counts = [len(x) for x in self.rows]
+        self.norm = self.norms()
+        self.g = self.norm.clone()
+        columns = zip(self.g.split(self.counts), self.weights, strict=True)
+        self.lengths = [nn.Parameter(c.view(-1, *[1] * (w.ndim - 1))) for c, w in columns]
+        self.adam = adam([*model.parameters(), *self.lengths])
+
+    def norms(self) -> Tensor:
+        norm = torch.empty(sum(self.counts), 1, device=self.rows[0].device)
+        for x, column in zip(self.rows, norm.split(self.counts), strict=True):
+            torch.linalg.vector_norm(x, 2, 1, True, out=column)
+        return norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        length = self.norms()
+        factor = self.norm / length
+        columns = ((self.g / factor).split(self.counts), length.split(self.counts))
+        for w, x, g, gain, norm in zip(
+            self.weights, self.rows, self.lengths, *columns, strict=True
+        ):
+            grad_v, grad_g = fused_weight_norm_backward(w.grad.view(x.shape), x, gain, norm, 0)
+            w.grad, g.grad = grad_v.view(w.shape), grad_g.view(g.shape)
+        foreach_mul_(self.rows, factor.split(self.counts))
+        self.adam.step()
+        self.norm = self.norms()
+        foreach_mul_(self.rows, (self.g / self.norm).split(self.counts))
+        for w, g in zip(self.weights, self.lengths, strict=True):
+            w.grad = g.grad = None
+
+
+def optimizer_of(
+    name: str, model: nn.Module
+) -> MuonOfMatrices | KernelsOnly | torch.optim.Optimizer:
     if name == MUON:
         return MuonOfMatrices(model)
+    if name == BARE:
+        return KernelsOnly(model)
     if name == MUOWN:
         return WeightNormOptimizer(model, muon, lengths=adam)
     return WeightNormOptimizer(model, adam) if name == OPTIMIZER else adam(model.parameters())
@@ -181,7 +225,8 @@ def cases(settings: Settings) -> Iterator[Case]:
         goals = (AtMost(MUOWN, workload.limit, MUON),)
         yield Case(f"Muon: {name}", peers, base=MUON, goals=goals, at_least_base=(MUOWN,))
     for name, workload in found.items():
-        alone = {each: seconds_alone(workload.make, each, device) for each in (FUSED, OPTIMIZER)}
+        names = (FUSED, OPTIMIZER, BARE)
+        alone = {each: seconds_alone(workload.make, each, device) for each in names}
         yield Case(f"step alone: {name}", alone, base=FUSED, goals=(AtMost(OPTIMIZER, 2.5, FUSED),))
     for name, workload in found.items():
         # The memory profiler does not see the release of gradients that were made before.

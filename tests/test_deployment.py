@@ -26,6 +26,7 @@ pytestmark = [
     # torch's plain recurrent layers hold a list of their weights, which the exporter warns about.
     pytest.mark.filterwarnings("ignore:The tensor attributes self.*_flat_weights:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Deprecation. PlainLayout:UserWarning"),  # torchao 0.17
 ]
 
 

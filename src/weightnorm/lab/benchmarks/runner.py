@@ -47,6 +47,7 @@ def run(
                 "name": benchmark.name,
                 "title": benchmark.title,
                 "started": session["started"],
+                "seconds": settings.seconds,
                 "cases": _measure_cases(benchmark, settings, roofline, progress),
             }
             path = write(_record(kept, settings, session, roofline), folder)

@@ -247,6 +247,7 @@ def set_gradients(model):
         p.grad = torch.randn_like(p)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
 def test_peak_memory_of_a_step_is_below_the_largest_group_of_equal_shape():
     model = block()
     optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1, foreach=False)

@@ -143,8 +143,10 @@ class _CachedWeight(NamedTuple):
     with_gradients: bool
 
 
+_INACTIVE: dict[int, Any] = {}
+# Not None: from Python 3.13 on, a compiled function aborts if it finds None where it found a dict.
 _THREAD = threading.local()
-"""``weights``: this thread's cache while ``cached_weights`` is active, else None or absent.
+"""``weights``: this thread's cache while ``cached_weights`` is active, else _INACTIVE or absent.
 ``running``: the recurrent layers whose forward pass this thread is in."""
 
 
@@ -157,8 +159,8 @@ def cached_weights(*, new: bool = False) -> Iterator[None]:
     computed without a graph but gradients are enabled now. A nested block shares the cache of the
     outer one, unless `new` is set.
     """
-    outer = getattr(_THREAD, "weights", None)
-    _THREAD.weights = {} if new or outer is None else outer
+    outer = getattr(_THREAD, "weights", _INACTIVE)
+    _THREAD.weights = {} if new or outer is _INACTIVE else outer
     try:
         yield
     finally:
@@ -399,7 +401,7 @@ def _fast_property(name: str, torchs: property) -> property:
         if parametrize._cache_enabled:
             return torchs.fget(module)  # type: ignore[misc]
         parametrizations = module._modules["parametrizations"]._modules[name]  # type: ignore
-        if getattr(_THREAD, "weights", None) is not None:
+        if getattr(_THREAD, "weights", _INACTIVE) is not _INACTIVE:
             return _read_through_cache(parametrizations)
         return parametrizations.forward()  # type: ignore
 

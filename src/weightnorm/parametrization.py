@@ -144,7 +144,7 @@ class _CachedWeight(NamedTuple):
 
 
 _INACTIVE: dict[int, Any] = {}
-# Not None: from Python 3.13 on, a compiled function aborts if it finds None where it found a dict.
+# Not None: a compiled function that finds None in place of a dict aborts (Python 3.12, torch 2.15).
 _THREAD = threading.local()
 """``weights``: this thread's cache while ``cached_weights`` is active, else _INACTIVE or absent.
 ``running``: the recurrent layers whose forward pass this thread is in."""

@@ -26,7 +26,6 @@ pytestmark = [
     # torch's plain recurrent layers hold a list of their weights, which the exporter warns about.
     pytest.mark.filterwarnings("ignore:The tensor attributes self.*_flat_weights:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Deprecation. PlainLayout:UserWarning"),  # torchao 0.17
 ]
 
 
@@ -164,6 +163,7 @@ def close_but_rounded(int8, exact):
 
 @torch.no_grad()
 @every_quantizer
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of older releases of torchao
 def test_int8_after_folding(quantized, make, shape, refusal):
     model, x = normalized(make), torch.randn(shape)
     exact = model(x)
@@ -179,6 +179,7 @@ def test_int8_after_folding(quantized, make, shape, refusal):
 
 
 @every_quantizer
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of older releases of torchao
 def test_quantizers_refuse_without_folding(quantized, make, shape, refusal):
     with pytest.raises((AssertionError, KeyError), match=refusal):
         quantized(normalized(make))

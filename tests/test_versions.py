@@ -42,6 +42,17 @@ def test_results_are_counted_by_file():
     assert versions.summary(parsed) == "2 failed, 2 passed, 1 skipped"
 
 
+def test_results_of_some_files_are_replaced():
+    old = {**record(passed=3, failed=1), "commit": "a"}
+    old["files"]["tests/test_folding.py"] = {"passed": 2, "failed": 1}
+    failures = {"tests/test_kernels.py::test_x": "wrong", "tests/test_folding.py::test_y": "no"}
+    new = {**record(passed=4), "commit": "b"}
+    replaced = versions.replace_results({**old, "failures": failures}, new)
+    assert replaced["files"]["tests/test_kernels.py"] == {"passed": 4}
+    assert replaced["failures"] == {"tests/test_folding.py::test_y": "no"}
+    assert (replaced["commit"], replaced["later"]) == ("a", {"tests/test_kernels.py": "b"})
+
+
 def test_table_has_a_row_per_feature_and_a_column_per_environment():
     first, second = Environment("2.9.0", "3.11"), Environment("2.15.0", "3.13")
     older, newer = record(passed=1, failed=1, skipped=2), record(passed=4)

@@ -132,6 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--again", action="store_true", help="test again where a record exists")
     parser.add_argument(
+        "--tests",
+        nargs="+",
+        metavar="FILE",
+        help="test only these files again, and replace their results in the record",
+    )
+    parser.add_argument(
         "--without", nargs="+", default=[], metavar="PATH", help="leave out these test files"
     )
     parser.add_argument("--keep", action="store_true", help="keep the virtual environments")
@@ -152,8 +158,12 @@ def run_all(chosen: Sequence[Environment], args: argparse.Namespace) -> Iterator
     for i, environment in enumerate(chosen, 1):
         title = f"[{i}/{len(chosen)}] torch {environment.torch}, Python {environment.python}"
         path = RECORDS / f"{environment.name}.json"
-        if path.exists() and not args.again:
-            record = json.loads(path.read_text())
+        old = json.loads(path.read_text()) if path.exists() else None
+        if args.tests and old is None:
+            print(f"{title}: skipped, no record whose results could be replaced")
+            continue
+        if old and not (args.again or args.tests):
+            record = old
             print(f"{title}: tested on {record['date']}, {summary(record)}; --again repeats it")
             yield not failed(record)
             continue
@@ -162,7 +172,9 @@ def run_all(chosen: Sequence[Environment], args: argparse.Namespace) -> Iterator
             print(f"{title}: skipped, no python{environment.python} on PATH or in pyenv")
             continue
         try:
-            record = run(environment, interpreter, title, args.without)
+            record = run(environment, interpreter, title, args.without, args.tests or TESTS)
+            if old and args.tests:
+                record = replace_results(old, record)
             if not args.keep:
                 shutil.rmtree(BUILD / environment.name, ignore_errors=True)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -194,7 +206,11 @@ def _version(interpreter: Path) -> str | None:
 
 
 def run(
-    environment: Environment, interpreter: Path, title: str, without: Sequence[str] = ()
+    environment: Environment,
+    interpreter: Path,
+    title: str,
+    without: Sequence[str] = (),
+    tests: Sequence[str] = TESTS,
 ) -> Record:
     """Install and test one environment; return its record. A finished installation is reused."""
     folder, log = BUILD / environment.name, BUILD / f"{environment.name}.log"
@@ -212,7 +228,9 @@ def run(
             (folder / "installed").touch()
         print(f"{title}: testing; log: {log}", flush=True)
         start = time.monotonic()
-        _call([python, "-m", "pytest", *pytest_options(results, without)], output, check=False)
+        _call(
+            [python, "-m", "pytest", *pytest_options(results, without, tests)], output, check=False
+        )
     if not results.exists():
         raise RuntimeError(f"pytest ended without results, see {log}")
     return {
@@ -225,10 +243,12 @@ def run(
     }
 
 
-def pytest_options(results: Path, without: Sequence[str]) -> list[str]:
+def pytest_options(
+    results: Path, without: Sequence[str], tests: Sequence[str] = TESTS
+) -> list[str]:
     """Return the options of pytest for the library's tests; it writes its results as JUnit XML."""
     return [
-        *TESTS,
+        *tests,
         *(f"--ignore={path}" for path in (*NOT_TESTED, *without)),
         "--numprocesses=1",
         "--quiet",
@@ -303,6 +323,17 @@ def parse(xml: str) -> Record:
         "files": {file: dict(counts) for file, counts in sorted(files.items())},
         "failures": failures,
         "skips": dict(sorted(skips.items())),
+    }
+
+
+def replace_results(old: Record, new: Record) -> Record:
+    """Return the old record with the new one's results of those test files that it has."""
+    kept = {k: v for k, v in old["failures"].items() if k.partition("::")[0] not in new["files"]}
+    return {
+        **old,
+        "files": {**old["files"], **new["files"]},
+        "failures": {**kept, **new["failures"]},
+        "later": {**old.get("later", {}), **dict.fromkeys(new["files"], new["commit"])},
     }
 
 

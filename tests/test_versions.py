@@ -90,7 +90,7 @@ def runner(tmp_path, monkeypatch):
     """Run with a folder of its own, and without installing anything."""
     page, tested = tmp_path / "page.md", []
 
-    def run(environment, interpreter, title, without):
+    def run(environment, interpreter, title, without, tests):
         tested.append(environment.name)
         return record(passed=3, failed=int(environment.python == "3.13"))
 

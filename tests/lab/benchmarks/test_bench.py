@@ -282,7 +282,6 @@ def test_committed_records_are_readable():
         "bench/result.json",
         "trials/step.json",
         "trials/vae-step.json",
-        "dqn/speed.json",
         "draw/step.json",
     )
     for record in (load(results / path) for path in paths if (results / path).exists()):

@@ -121,7 +121,7 @@ def write(record: Record, folder: Path) -> Path:
     write_json(folder / "config.json", {"experiment": "bench", "preset": preset, "config": config})
     sessions = folder / "sessions.jsonl"
     used = {benchmark.get("started") for benchmark in record["benchmarks"]}
-    used.discard(record["environment"]["started"])
+    used.discard(record["environment"].get("started"))
     rows = [row for row in read_rows(sessions) if row.get("started") in used]
     write_rows(sessions, [*rows, record["environment"]])
     write_json(folder / "result.json", record)

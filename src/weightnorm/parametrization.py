@@ -143,8 +143,8 @@ class _CachedWeight(NamedTuple):
     with_gradients: bool
 
 
-_INACTIVE: dict[int, Any] = {}
 # Not None: a compiled function that finds None in place of a dict aborts (Python 3.12, torch 2.15).
+_INACTIVE: dict[int, Any] = {}
 _THREAD = threading.local()
 """``weights``: this thread's cache while ``cached_weights`` is active, else _INACTIVE or absent.
 ``running``: the recurrent layers whose forward pass this thread is in."""

@@ -30,7 +30,6 @@ try:
     torch_weight_norm = torch._weight_norm
     # One call for a list of tensors; torch.optim uses the same ones.
     foreach_add_ = torch._foreach_add_
-    foreach_copy_ = torch._foreach_copy_
     foreach_sub_ = torch._foreach_sub_
     foreach_mul_ = torch._foreach_mul_
     foreach_lerp_ = torch._foreach_lerp_

@@ -35,8 +35,8 @@ class UnitBatch:
         self.xs = [weight.x for weight in self.weights]
         """The weights as tensors that numbers per unit broadcast to."""
         self.counts = [weight.count for weight in self.weights]
-        self.part = slice(start, start + sum(self.counts))
-        self.g, self.norm = units.g[self.part], units.norm[self.part]
+        part = slice(start, start + sum(self.counts))
+        self.g, self.norm = units.g[part], units.norm[part]
         self.cut = [i for i, weight in enumerate(self.weights) if weight.cut]
         self.rows = self.weights[0].rows and not self.cut
         x = self.xs[0]

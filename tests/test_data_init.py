@@ -680,3 +680,55 @@ def errors_on_accelerator():
 @pytest.mark.parametrize("case", CASES)
 def test_one_device_read_per_layer(case, errors_on_accelerator):
     assert errors_on_accelerator[case] == ""
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_under_autocast_every_layer_reaches_the_target(normalized, inside):
+    class Autocast(nn.Sequential):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Autocast(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten())
+    if normalized:
+        weight_norm_model(model)
+    images = torch.rand(100, 3, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        report = data_dependent_init(model, images)
+        outputs = model(images).float()
+    assert len(report.done) == 2
+    assert all(layer.std_after == pytest.approx(1, abs=0.05) for layer in report.done)
+    assert outputs.std().item() == pytest.approx(1, abs=0.05)
+
+
+def test_a_compiled_model_that_has_run_is_initialized():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    compiled = torch.compile(model, backend="eager")
+    x = torch.randn(100, 4)
+    compiled(x)
+    report = data_dependent_init(compiled, x)
+    assert len(report.done) == 2
+    torch.testing.assert_close(compiled(x).std(0, correction=0), torch.ones(2))
+
+
+def test_replaced_buffers_are_restored():
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer("average", torch.zeros(2))
+            self.register_buffer("later", None)
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.average = 0.9 * self.average + y.mean(0)
+            self.later = y.mean(0)
+            return y
+
+    layer = Counting()
+    buffer = layer.average
+    data_dependent_init(layer, torch.randn(10, 3))
+    assert layer.average is buffer
+    assert layer.later is None
+    torch.testing.assert_close(buffer, torch.zeros(2))

@@ -442,3 +442,18 @@ def test_running_means_of_an_averaged_model():
     assert (body[0].norm.momentum, body[4].momentum) == (0.1, 0.1)
     assert body[3].num_batches_tracked == body[4].num_batches_tracked == 4
     update_running_means([], nn.Linear(2, 2))  # nothing to update
+
+
+def test_an_empty_batch_leaves_the_running_mean():
+    norm = MeanOnlyBatchNorm1d(3)
+    norm(torch.ones(4, 3))
+    before = norm.running_mean.clone()
+    assert norm(torch.ones(0, 3)).shape == (0, 3)
+    torch.testing.assert_close(norm.running_mean, before)
+    assert norm.num_batches_tracked == 1
+
+
+def test_inputs_may_be_given_by_name():
+    layer = mean_only_batch_norm(nn.Linear(3, 2))
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(layer(input=x), layer(x))

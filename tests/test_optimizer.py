@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from weightnorm import WeightNormOptimizer, functional, parts, weight_norm_model
+from weightnorm import WeightNormOptimizer, functional, parts, units, weight_norm_model
 from zoo import LAYERS
 
 
@@ -746,3 +746,172 @@ def test_state_of_another_shape_is_not_broadcast(key):
     state["state"][0][key] = torch.ones(1, 1)
     with pytest.raises(ValueError, match=rf"the state's {key} is \(1, 1\), expected \(4, 1\)"):
         optimizer.load_state_dict(state)
+
+
+def decayed(model):
+    return WeightNormOptimizer(
+        model, torch.optim.AdamW, lr=0.05, weight_decay=0.1, weight_decay_on="w"
+    )
+
+
+def test_decay_of_w_with_a_closure_is_that_without():
+    models = network(), network()
+    without, with_closure = map(decayed, models)
+    for i in range(8):
+        without.zero_grad()
+        loss_of(models[0], i).backward()
+        without.step()
+
+        def closure(i=i):
+            with_closure.zero_grad()
+            loss = loss_of(models[1], i)
+            loss.backward()
+            return loss
+
+        with_closure.step(closure)
+    same_function(*models)
+
+
+def test_decay_of_w_with_a_closure_leaves_frozen_weights():
+    model = network()
+    optimizer = decayed(model)
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    optimizer.step(lambda: loss_of(model, 0).backward())
+    torch.testing.assert_close(model[0].weight, before)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_an_exception_on_the_way_to_v_leaves_the_weights(monkeypatch, with_closure):
+    model = network()
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.3, retract=4.0)
+    before = copy.deepcopy(model.state_dict())
+    project, calls = units._project, []
+
+    def out_of_memory(*arguments):
+        calls.append(1)
+        raise torch.OutOfMemoryError
+
+    def closure():
+        loss_of(model, 0).backward()
+
+    monkeypatch.setattr(units, "_project", out_of_memory)
+    if not with_closure:
+        closure()
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step(closure if with_closure else None)
+    assert calls
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], msg=name)
+    assert all(model[i].weight.grad is None for i in (0, 2, 5))
+    monkeypatch.setattr(units, "_project", project)
+    closure()
+    optimizer.step()
+    torch.testing.assert_close(parts_norm(optimizer), torch.full((4,), 4.0, dtype=torch.float64))
+
+
+def parts_norm(optimizer):
+    return optimizer.parts()["0.weight"].v.flatten(1).norm(dim=1)
+
+
+def test_casting_to_a_narrow_type_after_building_is_refused():
+    model = network().float()
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+    model.bfloat16()
+    model[5].weight.grad = torch.ones_like(model[5].weight)
+    with pytest.raises(RuntimeError, match="cast the model first"):
+        optimizer.step()
+
+
+def test_a_weight_frozen_when_built_is_refused_once_it_is_trained():
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert list(optimizer.parts()) == ["2.weight", "5.weight"]
+    model[0].requires_grad_(True)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"0\.weight was frozen .* build the optimizer again"):
+        optimizer.step()
+
+
+def test_the_state_of_a_float32_run_loads_into_a_bfloat16_model():
+    wide, narrow = network().float(), network().float()
+    optimizer = WeightNormOptimizer(wide, torch.optim.Adam, lr=0.1)
+    wide(batch(0).float()).square().mean().backward()
+    optimizer.step()
+    narrow.load_state_dict(wide.state_dict())
+    narrow.bfloat16()
+    loaded = WeightNormOptimizer(narrow, torch.optim.Adam, lr=0.1)
+    loaded.load_state_dict(optimizer.state_dict())
+    for name, (v, g) in loaded.parts().items():
+        expected = optimizer.parts()[name]
+        torch.testing.assert_close(v, expected.v, atol=0, rtol=2**-7)
+        torch.testing.assert_close(g, expected.g, atol=0, rtol=2**-7)
+
+
+def test_parts_of_a_bfloat16_weight_follow_a_write_to_it():
+    model = network().bfloat16()
+    optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.1)
+    before = optimizer.parts()["5.weight"].g
+    with torch.no_grad():
+        model[5].weight.mul_(2)
+    torch.testing.assert_close(optimizer.parts()["5.weight"].g, 2 * before)
+
+
+@pytest.mark.parametrize("by_assignment", [False, True])
+def test_resetting_the_state_forgets_moments_and_keeps_v_and_g(by_assignment):
+    (model, optimizer), _ = both(torch.optim.Adam, lr=0.01)
+    for i in range(3):
+        loss_of(model, i).backward()
+        optimizer.step()
+    before = optimizer.parts()
+    if by_assignment:
+        optimizer.state = {}
+    else:
+        optimizer.state.clear()
+    assert optimizer.state == {}
+    torch.testing.assert_close(optimizer.parts(), before)
+    loss_of(model, 3).backward()
+    optimizer.step()
+    assert optimizer.state[model[0].weight]["step"] == 1
+    with pytest.raises(AttributeError, match="load_state_dict"):
+        optimizer.state = {model[0].weight: {}}
+
+
+def test_a_state_with_another_kind_of_decay_is_refused():
+    def build(decay_on):
+        model = nn.Linear(3, 2, bias=False)
+        return WeightNormOptimizer(
+            model, torch.optim.AdamW, lr=0.1, weight_decay=0.1, weight_decay_on=decay_on
+        )
+
+    with pytest.raises(ValueError, match="weight_decay_on"):
+        build("w").load_state_dict(build("parts").state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_without_inputs_is_stepped_over():
+    model = nn.Linear(0, 5)
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 0)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.parts()["weight"].g, torch.zeros(5, 1))
+
+
+def test_decay_of_a_log_scale_to_nothing_is_refused():
+    model = network()
+    optimizer = WeightNormOptimizer(
+        model, torch.optim.SGD, lr=2.0, weight_decay=0.5, weight_decay_on="w", scale="log"
+    )
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match="log-scale cannot represent"):
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), before)
+
+
+def test_lbfgs_with_normalized_updates_is_refused():
+    with pytest.raises(ValueError, match="LBFGS"):
+        WeightNormOptimizer(network(), torch.optim.LBFGS, normalize_update=True)

@@ -255,3 +255,19 @@ def test_generator_makes_it_reproducible():
 def test_models_without_values_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         robust_init(make())
+
+
+def test_a_module_is_recognized_by_its_class_not_its_name():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+            self.relu, self.view = nn.Tanh(), nn.Sigmoid()
+
+        def forward(self, x):
+            return self.c(torch.relu(self.view(self.b(self.relu(self.a(x))))))
+
+    model = Named()
+    weight_norm_model(model)
+    lengths = robust_init(model)
+    assert set(map(float, lengths.values())) == {1.0}

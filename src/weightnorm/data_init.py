@@ -103,9 +103,10 @@ def data_dependent_init(
     if group is None and isinstance(model, DistributedDataParallel):
         group = model.process_group
     initializer = _Initializer(model, target_std, group)
-    buffers = [(b, b.clone()) for b in model.buffers() if not isinstance(b, UninitializedBuffer)]
+    buffers = _Buffers(model)
     try:
-        with initializer:
+        # In eager mode: hooks do not run in a model that is compiled already.
+        with initializer, torch.compiler.set_stance("force_eager"):
             (model if forward is None else forward)(*batch)
     except _NonFinite as error:
         _restore(initializer.backups)
@@ -119,9 +120,27 @@ def data_dependent_init(
         _restore(initializer.backups)
         raise
     finally:
-        _restore(buffers)
+        buffers.restore()
     rows = initializer.rows
     return InitReport((*rows.values(), *_not_run(model, rows)))
+
+
+class _Buffers:
+    """The buffers of a model: restored in place, also those that the model has replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._saved = [
+            (module, name, buffer, None if buffer is None else buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if not isinstance(buffer, UninitializedBuffer)
+        ]
+
+    def restore(self) -> None:
+        for module, name, buffer, value in self._saved:
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
 
 
 class _NonFinite(Exception):
@@ -319,7 +338,9 @@ def _set_layer(run: _LayerRun, target: float, backups: Backups) -> tuple[Tensor,
         if measured.is_on_target:
             break
         if not measured.differs:  # `after` is the layer's own output
-            change = _change_layer(run, after, target, backups)
+            again = _change_layer(run, after, target, backups)
+            # A layer that does not follow its weight must not pass by a growing allowance.
+            change = again._replace(rounding=torch.minimum(again.rounding, change.rounding))
         output = run.call(run.inputs)
         after = run.moments(output)
         measured = _read(run, before, after, change, torch.zeros_like(differs), target)
@@ -427,6 +448,7 @@ def _change_layer(run: _LayerRun, now: _Moments, target: float, backups: Backups
         new_bias = torch.where(dead, old_bias, 0.0 if centered else -t_mean * scale)
         backups.append((bias, bias.clone()))
         bias.copy_(new_bias)
+    torch.clear_autocast_cache()  # it holds casts of the former values
     rounding = 4 * torch.finfo(run.output.dtype).eps * t_mean.abs() * scale
     return _Change(scale, new_bias - old_bias * scale, dead, rounding)
 
@@ -568,3 +590,4 @@ def _all_finite(tree: Any) -> bool:
 def _restore(saved: Backups) -> None:
     for tensor, value in reversed(saved):
         tensor.copy_(value)
+    torch.clear_autocast_cache()

@@ -122,6 +122,11 @@ class InPlaceWeight:
 
     def bind(self) -> None:
         """Find the memory again, after the weight has moved to another device or dtype."""
+        if self.copy is None and wide_dtype(self.weight.dtype) != self.weight.dtype:
+            raise RuntimeError(
+                f"{self.name} became {self.weight.dtype} after the optimizer was built, so there "
+                "is no float32 copy of it; cast the model first, then build the optimizer"
+            )
         if self.copy is not None and (
             self.copy.device != self.weight.device
             or self.copy.dtype != wide_dtype(self.weight.dtype)
@@ -146,9 +151,9 @@ class InPlaceWeight:
         self.count = self.kept.numel()
 
     def fan_in(self) -> int:
-        """Elements per unit."""
+        """Elements per unit; 1 if there are none."""
         shape = self.weight.shape
-        return shape.numel() // max(1, math.prod(self.shape))
+        return max(1, shape.numel() // max(1, math.prod(self.shape)))
 
     def moved(self) -> bool:
         """Whether the weight lies elsewhere than at the last `bind`."""
@@ -291,6 +296,7 @@ class InPlaceWeight:
 
     def parts(self, log: bool) -> Parts:
         """v and g as new tensors."""
+        self.read_copy()
         stored = (self.weight if self.copy is None else self.copy).detach()
         g = self.g.detach().exp() if log else self.g.detach().clone()
         column, norm = (local(t).reshape(-1, 1) for t in (g, self.norm))

@@ -106,9 +106,15 @@ class _MeanOnlyBatchNorm(nn.Module):
         return t + shift.to(t.dtype).view(-1, *[1] * (t.ndim - 2))
 
     def observe(self, total: Tensor, count: int) -> Tensor:
-        """The batch mean from its sum and count, on all ranks; the running mean takes note."""
+        """Return the batch mean, from its sum and count on all ranks; update the running mean."""
         mean = mean_over_ranks(total, count, self.group, "the mean of mean-only batch norm")
-        if self.training and self.running_mean is not None and not _is_recomputed():
+        is_empty = self.group is None and not count
+        if (
+            self.training
+            and self.running_mean is not None
+            and not is_empty  # it has no mean
+            and not _is_recomputed()
+        ):
             assert self.num_batches_tracked is not None
             self.num_batches_tracked += 1
             new: Any = self.momentum
@@ -125,13 +131,13 @@ class _MeanOnlyBatchNorm(nn.Module):
             self.num_batches_tracked.zero_()
 
     def reset_parameters(self) -> None:
-        """As new, whatever was in memory; as torch's norms do after ``to_empty``."""
+        """Reset bias and running statistics, as torch's norms do; for use after ``to_empty``."""
         self.reset_running_stats()
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def fold_into(self, layer: nn.Module) -> nn.Module:
-        """A copy of `layer` that ends in this module's evaluation: bias ← bias − μ̄ + b."""
+        """Return a copy of `layer` with this module's shift in evaluation: bias ← bias − μ̄ + b."""
         if self.running_mean is None:
             raise ValueError("without running statistics there is no fixed mean to fold")
         layer = copy.deepcopy(layer)
@@ -176,15 +182,15 @@ class Centered(nn.Module):
         super().__init__()
         self.layer, self.norm = layer, norm
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         norm, layer = self.norm, self.layer
         if any(map(is_sharded, layer.parameters())):
             raise ValueError(
                 f"{type(layer).__name__} is sharded over ranks during a forward pass: call "
                 "fully_shard on the module around this layer, not on the layer alone"
             )
-        if len(inputs) != 1 or not _is_plain(layer):
-            return self._center_outputs(layer(*inputs), self.bias)
+        if named or len(inputs) != 1 or not _is_plain(layer):
+            return self._center_outputs(layer(*inputs, **named), self.bias)
         x = inputs[0]
         _check_batched(layer, x)
         weight: Any = layer.weight

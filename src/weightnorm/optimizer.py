@@ -13,7 +13,7 @@ parameters averages w, and a row that becomes exactly zero loses its direction.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class _Bucket:
 
 
 class WeightNormOptimizer(torch.optim.Optimizer):
-    """Any torch optimizer on v and g, for a model whose weights stay plain.
+    """Train v and g with any torch optimizer while the model keeps plain weights.
 
     Args:
         model: its linear, bilinear, convolutional, recurrent and attention weights are normalized.
@@ -85,12 +85,13 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             unit, stacked ones (q, k, v; gates) one by one. By default for ``torch.optim.Muon``.
         options: for `inner`, such as ``lr=0.001``.
 
-    Schedulers, gradient scaling, clipping and accumulation work on it as on any optimizer; a weight
-    that anything else writes to is taken as it is. The gradients of normalized weights are used up
-    by a step: they are None after it. State is in torch's layout; a weight's has g and ‖v‖ besides,
-    and for g what the inner optimizer keeps of it, with keys like "g.exp_avg". Weights may be
-    sharded (FSDP2, tensor parallelism). For bfloat16 and float16 weights a float32 copy is kept,
-    in which v is formed.
+    Schedulers, gradient scaling, clipping and accumulation work on it as on any optimizer; if other
+    code writes to a weight between steps, the new value is used. The gradients of normalized
+    weights are used up by a step: they are None after it. State is in torch's layout; a weight's
+    has g and ‖v‖ besides, and for g what the inner optimizer keeps of it, with keys like
+    "g.exp_avg". Weights may be sharded (FSDP2, tensor parallelism). For bfloat16 and float16
+    weights a float32 copy is kept, in which v is formed. Build the optimizer after casting the
+    model, and before freezing layers that are to be trained later.
 
     >>> model = nn.Linear(3, 2)
     >>> optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -134,19 +135,23 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         check_where(where)
         _check_options(scale, train_g, project, retract, weight_decay_on)
         matrices = _moves_matrices(inner) if matrices is None else matrices
-        found = {w.weight: w for w in _weights(model, where, dim, matrices)}
+        weights, frozen = _weights(model, where, dim, matrices)
+        found = {w.weight: w for w in weights}
+        self._inner: list[torch.optim.Optimizer] = []
+        self._stepped = False
         self._log, self._train_g, self._retract = scale == "log", train_g, retract
         self._project, self._normalize_update = project, normalize_update
         super().__init__(list(model.parameters()) if params is None else params, {})
-        self._weights = [found[p] for g in self.param_groups for p in g["params"] if p in found]
+        self._weights = [found[p] for p in self._parameters() if p in found]
         if not self._weights:
             raise ValueError("`params` has none of the weights to normalize; pass the model's own")
+        mine = set(self._parameters())
+        self._frozen = {name: weight for name, weight in frozen.items() if weight in mine}
         for weight in self._weights:
             initial_norm(weight, retract)
             if self._log:
                 tiny = torch.finfo(weight.g.dtype).tiny
                 weight.g.detach().copy_(weight.g.detach().clamp_min(tiny).log())
-        self._stepped = False
         self._units = units_by_device(self._weights, self._log)
         factories: dict[str, Factory] = {"directions": functools.partial(inner, **options)}
         if lengths is not None:
@@ -195,7 +200,6 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 "the optimizer of the directions moves matrices only; give g and all other "
                 "parameters another one: lengths=functools.partial(torch.optim.AdamW, lr=…)"
             )
-        self._inner: list[torch.optim.Optimizer] = []
         self._slots: list[tuple[int, int]] = []
         self._group_of: dict[nn.Parameter, int] = {}
         self.param_groups = []
@@ -217,10 +221,13 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 self._slots.append((len(self._inner) - 1, i))
                 self.param_groups.append({"params": bucket.shown, **_settings(group)})
             self.defaults = {**inner.defaults, **self.defaults}
-        if len(self._inner) > 1 and any(isinstance(o, torch.optim.LBFGS) for o in self._inner):
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._inner) and (
+            len(self._inner) > 1 or self._normalize_update
+        ):
             raise ValueError(
                 "LBFGS evaluates the loss many times per step, so it cannot be one of several "
-                "optimizers; use it for all parameters: WeightNormOptimizer(model, LBFGS)"
+                "optimizers, or have normalize_update; use it for all parameters: "
+                "WeightNormOptimizer(model, torch.optim.LBFGS)"
             )
         self._ids = [id(p) for p in self._parameters()]
 
@@ -251,8 +258,9 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         active = [self._active(units) for units in self._units]
-        self._to_directions(active, active)
+        is_v = self._no_weights()
         try:
+            self._to_directions(active, active, is_v)
             self._decay_weights(active)
             before = []
             if self._normalize_update:
@@ -262,33 +270,34 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             for units, which, copies in zip(self._units, active, before, strict=False):
                 units.normalize_update(which, copies, self._learning_rates(units))
         finally:
-            self._to_weights(active, keep_norm=self._retract is not False, clear=True)
+            self._to_weights(is_v, keep_norm=self._retract is not False, clear=True)
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """A step of an optimizer that may evaluate the loss again after moving v and g."""
-        every = [list(range(len(units.weights))) for units in self._units]
+        every = self._every_weight()
         norms = [units.norm.clone() for units in self._units]
-        is_v = is_used = False  # whether weights hold v, and gradients ∇v
+        is_v = self._no_weights()
+        is_used = is_decayed = False  # whether gradients are ∇v, and weights have decayed
 
         def evaluate() -> Any:
-            nonlocal is_v, is_used
-            self._to_weights(every, keep_norm=False, clear=is_used)
-            is_v = is_used = False
+            nonlocal is_v, is_used, is_decayed
+            self._to_weights(is_v, keep_norm=False, clear=is_used)
+            is_v, is_used = self._no_weights(), False
             with torch.enable_grad():
                 loss = closure()
             graded = [self._active(units) for units in self._units]
-            self._to_directions(every, graded)
-            is_v = is_used = True
+            is_used = True
+            self._to_directions(every, graded, is_v)
+            if not is_decayed:  # as without a closure: after the gradient, before the step
+                is_decayed = True
+                self._decay_weights(graded)
             return loss
 
-        self._to_directions(every, [[] for _ in every])
-        is_v = True
         try:
-            self._decay_weights(every)
+            self._to_directions(every, self._no_weights(), is_v)
             return self._inner[0].step(evaluate)
         finally:
-            if is_v:
-                self._to_weights(every, keep_norm=False, clear=is_used)
+            self._to_weights(is_v, keep_norm=False, clear=is_used)
             if self._retract is not False:
                 for units, norm in zip(self._units, norms, strict=True):
                     units.norm.copy_(norm)
@@ -308,23 +317,33 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         if not inner:
             return
         self._check_memory()
-        every = [list(range(len(units.weights))) for units in self._units]
-        self._to_directions(every, [[] for _ in every])
+        is_v = self._no_weights()
         try:
+            self._to_directions(self._every_weight(), self._no_weights(), is_v)
             for optimizer in inner:
                 getattr(optimizer, mode)()
         finally:
-            self._to_weights(every, keep_norm=self._retract is not False, clear=False)
+            self._to_weights(is_v, keep_norm=self._retract is not False, clear=False)
         for group, theirs in self._pairs():
             group.update(_settings(theirs))
 
     def _active(self, units: Units) -> list[int]:
         return [i for i, weight in enumerate(units.weights) if weight.has_grad()]
 
-    def _to_directions(self, active: list[list[int]], gradients: list[list[int]]) -> None:
-        for units, which, graded in zip(self._units, active, gradients, strict=True):
-            if which:
-                units.to_directions(which, graded, train_g=self._train_g, project=self._project)
+    def _no_weights(self) -> list[list[int]]:
+        return [[] for _ in self._units]
+
+    def _every_weight(self) -> list[list[int]]:
+        return [list(range(len(units.weights))) for units in self._units]
+
+    def _to_directions(
+        self, active: list[list[int]], graded: list[list[int]], is_v: list[list[int]]
+    ) -> None:
+        """Turn the active weights into v. `is_v` lists those that are turned already, so that an
+        exception on the way leaves no v behind."""
+        for units, *numbers in zip(self._units, active, graded, is_v, strict=True):
+            if numbers[0]:
+                units.to_directions(*numbers, train_g=self._train_g, project=self._project)
 
     def _to_weights(self, active: list[list[int]], *, keep_norm: bool, clear: bool) -> None:
         for units, which in zip(self._units, active, strict=True):
@@ -352,6 +371,12 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 "the groups hold other parameters than at construction (DeepSpeed's ZeRO replaces "
                 "them by flat ones); use weight_norm_model with it instead"
             )
+        for name, weight in self._frozen.items():
+            if weight.requires_grad and weight.grad is not None:
+                raise RuntimeError(
+                    f"{name} was frozen when the optimizer was built, so it is not normalized, but "
+                    "it has a gradient now; build the optimizer again, or before freezing"
+                )
         if any(weight.moved() for weight in self._weights):
             self._bind()
 
@@ -371,14 +396,26 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """What is kept for each of the model's parameters, by parameter. Empty before a step."""
-        if "_inner" not in self.__dict__:
-            return {}
-        return self._state() if self._stepped or any(o.state for o in self._inner) else {}
+        """What is kept for each of the model's parameters, by parameter. Empty before a step.
+
+        ``optimizer.state.clear()`` and assigning an empty dict reset the inner optimizers: moments
+        and counts are forgotten, v and g stay. To set it, use ``load_state_dict``.
+        """
+        state = _State(self._reset)
+        if self._stepped or any(o.state for o in self._inner):
+            state.update(self._state())
+        return state
 
     @state.setter
-    def state(self, value: object) -> None:
-        """torch's base class assigns one; the inner optimizers have it."""
+    def state(self, value: Mapping[Any, Any]) -> None:
+        if value:
+            raise AttributeError("the state cannot be assigned; use load_state_dict")
+        self._reset()
+
+    def _reset(self) -> None:
+        for inner in self._inner:
+            inner.state.clear()
+        self._stepped = False
 
     def _state(self) -> dict[nn.Parameter, dict[str, Any]]:
         kept: dict[Tensor, dict[str, Any]] = {}
@@ -409,7 +446,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Return to a saved state; the model's weights are loaded with the model."""
+        """Load a saved state; the model's weights are loaded with the model."""
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -452,9 +489,21 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups are fixed once the optimizer is built: build another one instead."""
-        if hasattr(self, "_inner"):
+        if self._inner:
             raise ValueError("add parameter groups by building a new WeightNormOptimizer")
         super().add_param_group(param_group)
+
+
+class _State(dict[nn.Parameter, dict[str, Any]]):
+    """A state by parameter, whose ``clear`` resets the optimizer."""
+
+    def __init__(self, reset: Callable[[], None]) -> None:
+        super().__init__()
+        self._reset = reset
+
+    def clear(self) -> None:
+        super().clear()
+        self._reset()
 
 
 _NOT_COPIED = (
@@ -498,7 +547,8 @@ def _unpack(
     weight.g.detach().copy_(state["g"])
     weight.norm.copy_(state["v_norm"])
     if weight.copy is not None:
-        weight.copy.detach().copy_(state["float32"])
+        # The state of a run in float32 has no copy; the weight itself is loaded with the model.
+        weight.copy.detach().copy_(state.get("float32", weight.weight.detach()))
     kept[weight.g] = {k[2:]: v for k, v in state.items() if k.startswith("g.")}
     if len(weight.directions) == 1:
         own = {k: v for k, v in state.items() if not k.startswith("g.")}
@@ -524,6 +574,11 @@ def _by_parameter(
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of "
             "optimizer's group"
+        )
+    if ["weight_decay_on_w" in g for g in saved] != ["weight_decay_on_w" in g for g in groups]:
+        raise ValueError(
+            'one of the loaded state dict and this optimizer has weight_decay_on="w", the other '
+            "has not; build the optimizer as it was when the state was saved"
         )
     keys = (key for group in saved for key in group["params"])
     params = (p for group in groups for p in group["params"])
@@ -627,8 +682,10 @@ def _weights(
     where: Where | None,
     dim: Dim | Callable[[str, nn.Module], Dim],
     matrices: bool,
-) -> Iterator[InPlaceWeight]:
-    """The plain weights to normalize, tied ones once."""
+) -> tuple[list[InPlaceWeight], dict[str, nn.Parameter]]:
+    """The plain weights to normalize, tied ones once; and by name those left out, being frozen."""
+    found: list[InPlaceWeight] = []
+    frozen: dict[str, nn.Parameter] = {}
     seen: dict[int, tuple[str, tuple[int | None, int]]] = {}
     already = 0
     for path, module, name in layers.chosen_weights(model, where):
@@ -637,6 +694,7 @@ def _weights(
             already += 1
             continue
         if not weight.requires_grad:
+            frozen[path] = weight
             continue
         _check_weight(path, module, name, weight)
         chosen = dim(path.rpartition(".")[0], module) if callable(dim) else dim
@@ -658,7 +716,8 @@ def _weights(
                 )
             continue
         seen[id(weight)] = path, axis
-        yield InPlaceWeight(path, weight, *axis, blocks=_stacked(module, name) if matrices else 0)
+        blocks = _stacked(module, name) if matrices else 0
+        found.append(InPlaceWeight(path, weight, *axis, blocks=blocks))
     if not seen:
         reason = (
             f"its {already} weights are normalized already; give their v and g to any torch "
@@ -667,6 +726,7 @@ def _weights(
             else "`where` and requires_grad select no weight of a known layer"
         )
         raise ValueError(f"nothing to normalize in {type(model).__name__}: {reason}")
+    return found, frozen
 
 
 def _check_weight(path: str, module: nn.Module, name: str, weight: nn.Parameter) -> None:

@@ -224,22 +224,23 @@ def _gains_after(node: fx.Node, modules: Mapping[str, nn.Module]) -> set[float]:
     """Return the gains that the users of a node need."""
     found: set[float] = set()
     for user in node.users:
-        module = modules.get(str(user.target)) if user.op == "call_module" else None
-        if isinstance(module, _TRANSPARENT) or user.target in _TRANSPARENT_CALLS:
+        module = modules[str(user.target)] if user.op == "call_module" else None
+        called = None if module is not None else user.target  # a module may be named "relu"
+        if isinstance(module, _TRANSPARENT) or called in _TRANSPARENT_CALLS:
             found |= _gains_after(user, modules)
         else:
-            found.add(_gain_of(user, module))
+            found.add(_gain_of(user, module, called))
     return found
 
 
-def _gain_of(node: fx.Node, module: nn.Module | None) -> float:
+def _gain_of(node: fx.Node, module: nn.Module | None, called: object) -> float:
     """Return 2 for a ReLU, 2/(1 + a²) for a leaky one, 1 for anything else."""
     if isinstance(module, nn.LeakyReLU):
         return 2 / (1 + module.negative_slope**2)
-    if node.target in (F.leaky_relu, F.leaky_relu_):
+    if called in (F.leaky_relu, F.leaky_relu_):
         slope = node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01)
         return 2 / (1 + slope**2) if isinstance(slope, (int, float)) else 1.0
-    is_relu = isinstance(module, nn.ReLU) or node.target in (
+    is_relu = isinstance(module, nn.ReLU) or called in (
         F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"
     )  # fmt: skip
     return 2.0 if is_relu else 1.0

@@ -75,6 +75,7 @@ ATTRIBUTES = {
     # Attribute: (owner, what fails without it).
     "_parameters": ("Module", "every use of weight norm"),
     "_modules": ("Module", "every use of weight norm"),
+    "_buffers": ("Module", "data_dependent_init"),
     "_forward_pre_hooks": ("Module", "torch's older weight norm, lazy modules"),
     "_forward_hooks": ("Module", "mean_only_batch_norm"),
     "_backward_pre_hooks": ("Module", "mean_only_batch_norm"),

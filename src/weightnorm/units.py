@@ -163,9 +163,17 @@ class Units:
         return g, torch.copysign(length, g)
 
     def to_directions(
-        self, active: Sequence[int], graded: Sequence[int], *, train_g: bool, project: bool
+        self,
+        active: Sequence[int],
+        graded: Sequence[int],
+        is_v: list[int],
+        *,
+        train_g: bool,
+        project: bool,
     ) -> None:
         """Overwrite w by v, and replace ∇w by ∇v in those weights that are `graded`; set their ∇g.
+
+        Weights that hold v are added to `is_v`, batch by batch.
 
         With g signed and L = ±‖w‖: v = w·‖v‖/L, ∇g = ∇w·w/L, ∇v = (g/‖v‖)(∇w − (∇g/L)w).
         """
@@ -183,11 +191,17 @@ class Units:
                 else:
                     _project(batch, which, g, length, slope, train_g, project)
             batch.scale(factor)
+            is_v += batch.numbers
 
     def shrink(self, i: int, factor: float) -> None:
         """Multiply g of one weight."""
         g = self.g.split(self.counts)[i]
         if self.log:
+            if factor <= 0:
+                raise ValueError(
+                    f"1 − lr·weight_decay is {factor:g}, but a log-scale cannot represent g ≤ 0; "
+                    "lower the learning rate or the weight decay"
+                )
             g.add_(math.log(factor))
         else:
             g.mul_(factor)

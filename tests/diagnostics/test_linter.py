@@ -1,5 +1,7 @@
 """The linter finds each common mistake; a correct model has no findings."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -129,3 +131,26 @@ def test_weight_decay_in_the_optimizer_form(model, on, found):
     findings = check(model, optimizer)
     assert [finding.weight for finding in findings] == found
     assert all("weight decay on g" in finding.kind for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("directions", "lengths", "options", "found"),
+    [
+        (0.1, 0.0, {}, []),
+        (0.0, 0.1, {}, ["0.weight", "2.weight"]),
+        (0.1, None, {"train_g": False}, []),
+    ],
+    ids=["on v alone", "on g alone", "g is not trained"],
+)
+def test_weight_decay_of_the_optimizer_of_g(model, directions, lengths, options, found):
+    remove_weight_norm(model)
+    adam = torch.optim.AdamW
+    own = None if lengths is None else partial(adam, weight_decay=lengths)
+    optimizer = WeightNormOptimizer(model, adam, weight_decay=directions, lengths=own, **options)
+    assert [finding.weight for finding in check(model, optimizer)] == found
+
+
+def test_weight_decay_of_a_log_scale():
+    layer = weight_norm(nn.Linear(3, 2), scale="log")
+    (finding,) = check(layer, torch.optim.AdamW(layer.parameters()))
+    assert "towards 1" in finding.kind

@@ -13,6 +13,7 @@ from weightnorm.diagnostics import (
     unit_weights,
     weight_norms,
 )
+from weightnorm.diagnostics.probes import unit_vectors
 
 
 def trained(steps, monitor=None):
@@ -139,3 +140,16 @@ def test_invalid_arguments_raise(normed, every, message):
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     with pytest.raises(ValueError, match=message):
         TrainingMonitor(model, optimizer, print, every=every)
+
+
+def test_angles_of_a_bfloat16_weight_are_those_of_its_float32_copy():
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 4).bfloat16()
+    optimizer = WeightNormOptimizer(layer, torch.optim.Adam, lr=1e-5)
+    before = unit_vectors(optimizer.parts()["weight"].v)
+    logged = {}
+    with TrainingMonitor(layer, optimizer, lambda *row: logged.update([row[:2]]), every=1):
+        layer(torch.randn(8, 64).bfloat16()).square().sum().backward()
+        optimizer.step()
+    moved = (unit_vectors(optimizer.parts()["weight"].v) - before).norm(dim=1).mean().item()
+    assert logged["weight/angle_change"] == pytest.approx(moved, rel=0.01)

@@ -174,3 +174,13 @@ def test_heavier_tails_of_one_over_sigma():
     found = noise_kurtosis(t, 8, draws=4000, generator=torch.Generator().manual_seed(6))
     assert (found.mean.abs() < 0.3).all()
     assert (found.inverse_std > 1).all()
+
+
+def test_example_gradients_of_tied_layers():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    x, y = torch.randn(5, 3), torch.randn(5, 3)
+    ((name, found),) = example_gradients(model, lambda a, b: (a - b).square().sum(), x, y).items()
+    assert name == "0.weight"
+    (model(x) - y).square().sum().backward()
+    torch.testing.assert_close(found.sum(0), model[0].weight.grad)

@@ -143,18 +143,25 @@ def _optimizer(
             )
         if decay.get(id(weight.stored.g), 0):
             yield Finding(
-                "weight decay on g pulls the length of w itself towards zero",
+                _decayed(weight.is_log),
                 weight.path,
-                "put g in a parameter group with weight_decay=0 (decay on v does not change w)",
+                "put v and g in a parameter group with weight_decay=0",
             )
 
 
 def _optimizer_form(optimizer: WeightNormOptimizer) -> Iterator[Finding]:
-    decay = _weight_decay(optimizer)
+    decay = {p: x for inner in optimizer._inner for p, x in _weight_decay(inner).items()}
     for weight in optimizer._weights:
-        if decay[id(weight.weight)]:
+        if decay.get(id(weight.g), 0):
             yield Finding(
-                "weight decay on g pulls the length of w itself towards zero",
+                _decayed(optimizer._log),
                 weight.name,
                 'pass weight_decay_on=None, or "w" if that is intended',
             )
+
+
+def _decayed(log: bool) -> str:
+    """What weight decay does to g, or to s of a log-scale."""
+    if log:
+        return "weight decay on s = log g pulls g, the length of w, towards 1"
+    return "weight decay on g pulls the length of w itself towards zero"

@@ -115,7 +115,8 @@ class TrainingMonitor:
         if isinstance(self._optimizer, WeightNormOptimizer):
             parts = self._optimizer.parts().values()
             for plain, (_, g) in zip(self._optimizer._weights, parts, strict=True):
-                rows = unit_rows(plain.weight.detach(), plain.dim, plain.groups)
+                w = plain.weight if plain.copy is None else plain.copy
+                rows = unit_rows(w.detach(), plain.dim, plain.groups)
                 yield plain.name, rows, plain.norm, g
 
     def _log(self, tag: str, value: float) -> None:

@@ -92,24 +92,25 @@ def example_gradients(
     """Return ∇w of each single example, by weight name: (examples, units, inputs of a unit).
 
     For a normalized weight this is the gradient of w, so parameterizations can be compared. Costs a
-    copy of the model and the memory of one gradient per example: pass the `names` you need. Layers
-    that mix examples (batch norm in training) have no such gradient.
+    copy of the model and the memory of one gradient per example: pass the `names` you need. A
+    weight that layers share is listed under its first name. Layers that mix examples (batch norm in
+    training) have no such gradient.
     """
-    plain = deepcopy(model)
+    plain = deepcopy(model).requires_grad_(False)
     remove_weight_norm(plain)
     axes = {path: unit_axis(layer, name) for path, layer, name in chosen_weights(plain)}
-    chosen = list(names or axes)
-    if unknown := [name for name in chosen if name not in axes]:
+    weights = {path: getattr(layer, name).detach() for path, layer, name in chosen_weights(plain)}
+    if unknown := [name for name in names if name not in axes]:
         raise ValueError(f"no weight {unknown[0]!r}; there are {', '.join(axes)}")
-    state = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
-    state = {name: tensor.detach() for name, tensor in state.items()}
+    first = {w.data_ptr(): path for path, w in reversed(weights.items())}
+    chosen = list(names) or [path for path, w in weights.items() if first[w.data_ptr()] == path]
 
     def example_loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        out = functional_call(plain, {**state, **weights}, (x[None],))
+        out = functional_call(plain, weights, (x[None],))
         return loss(out, y[None])
 
     per_example = vmap(grad(example_loss), in_dims=(None, 0, 0), randomness="different")
-    gradients = per_example({name: state[name] for name in chosen}, inputs, targets)
+    gradients = per_example({name: weights[name] for name in chosen}, inputs, targets)
     return {name: _example_rows(gradients[name], *axes[name]) for name in chosen}
 
 

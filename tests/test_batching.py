@@ -362,3 +362,49 @@ def test_compiled_model_is_not_recompiled_every_step():
         loss.backward()
         optimizer.step()
     assert len(graphs) <= 2
+
+
+def test_a_model_that_holds_its_batched_weights_can_be_copied():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    weight_norm_model(model)
+    model.batched = batched_weights(model)
+    copied = copy.deepcopy(model)
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        parts(model[0]).g.mul_(2)
+    with copied.batched:
+        y = copied(x)
+    torch.testing.assert_close(y, copied(x))
+    y.sum().backward()
+    assert parts(copied[0]).v.grad is not None
+    assert parts(model[0]).v.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_weight_without_rows():
+    model = nn.ModuleList([nn.Linear(4, 0), nn.Linear(4, 0), nn.Linear(4, 2), nn.Linear(4, 2)])
+    weight_norm_model(model)
+    with batched_weights(model):
+        assert [layer(torch.ones(1, 4)).shape[1] for layer in model] == [0, 0, 2, 2]
+
+
+def test_removal_inside_the_block_gives_every_weight_its_own_memory():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    weight_norm_model(model)
+    with batched_weights(model):
+        remove_weight_norm(model)
+    first, second = (layer.weight.untyped_storage() for layer in model)
+    assert first.data_ptr() != second.data_ptr()
+    assert first.nbytes() == 9 * 4
+
+
+def test_activation_checkpointing_with_the_backward_pass_inside():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    weight_norm_model(model)
+    expected = copy.deepcopy(model)
+    x = torch.randn(2, 3)
+    with batched_weights(model):
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+    expected(x).sum().backward()
+    for got, want in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)

@@ -373,3 +373,51 @@ def test_removing_from_a_lazy_model_cancels_the_pending_normalization():
     assert remove_weight_norm(model) == []
     model[0](torch.randn(2, 4))
     assert type(model[0]) is nn.Linear
+
+
+def shared_v(normalize):
+    first, second = normalize(nn.Linear(3, 2)), normalize(nn.Linear(3, 2))
+    second.parametrizations.weight.original1 = first.parametrizations.weight.original1
+    with torch.no_grad():
+        second.parametrizations.weight.original0.mul_(3)
+    return nn.Sequential(first, second)
+
+
+@pytest.mark.parametrize("normalize", [weight_norm, parametrizations.weight_norm])
+def test_weights_that_share_v_but_not_g_stay_different(normalize):
+    model = shared_v(normalize)
+    expected = [layer.weight.detach().clone() for layer in model]
+    with folded(model):
+        torch.testing.assert_close([layer.weight.detach() for layer in model], expected)
+    remove_weight_norm(model)
+    torch.testing.assert_close([layer.weight.detach() for layer in model], expected)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "normalize", [weight_norm, parametrizations.weight_norm, nn.utils.weight_norm]
+)
+def test_a_model_that_is_cast_inside_the_block_stays_cast(normalize):
+    model = nn.Sequential(normalize(nn.Linear(3, 2)))
+    x = torch.randn(4, 3)
+    expected = model(x)
+    with folded(model):
+        model.double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    torch.testing.assert_close(model(x.double()).float(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_models_with_a_scripted_part():
+    scripted = torch.jit.script(nn.Linear(3, 3))
+    model = nn.Sequential(scripted, weight_norm(nn.Linear(3, 3)))
+    with folded(model):
+        model(torch.ones(1, 3))
+    assert remove_weight_norm(model) == ["1.weight"]
+
+
+def test_a_module_of_the_users_may_be_called_parametrizations():
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.add_module("parametrizations", nn.ModuleDict({"weight": nn.Identity()}))
+    assert weight_norm_model(model) == ["0.weight"]
+    assert remove_weight_norm(model) == ["0.weight"]

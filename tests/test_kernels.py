@@ -1,5 +1,6 @@
 """The forms of w = g·v/‖v‖ against torch, each other, and finite differences."""
 
+import contextlib
 import gc
 import weakref
 
@@ -208,3 +209,22 @@ def test_shapes():
     assert unit_shape(shape, 1, groups=2) == (2, 3, 1)
     assert unit_shape(shape, None) == ()
     assert kernels.block_shape(shape, 1, 2) == (2, 2, 3, 2)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("strided", [lambda g: g[::2], lambda g: g[:1].expand(6, 1)])
+def test_g_may_be_strided(strided, on_device):
+    v = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    g = strided(torch.rand(12, 1, dtype=torch.float64)).requires_grad_()
+    assert not g.is_contiguous()
+
+    def compute(v, g):
+        with kernels.assume_accelerator() if on_device else contextlib.nullcontext():
+            return compose(v, g, 0)
+
+    torch.testing.assert_close(compute(v, g), formula(v, g, 0))
+    grad_w = torch.randn_like(v)
+    expected = torch.autograd.grad(formula(v, g, 0), (v, g), grad_w)
+    torch.testing.assert_close(torch.autograd.grad(compute(v, g), (v, g), grad_w), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(kernels.gradients(grad_w, v, g, 0), expected)

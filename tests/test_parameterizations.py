@@ -10,6 +10,7 @@ from weightnorm import (
     init_,
     is_weight_normed,
     parameterize,
+    weight_norm,
 )
 
 
@@ -93,3 +94,10 @@ def test_names():
         "mean-only-batch-norm",
         "weight-norm-mean-only",
     ]
+
+
+def test_batch_norm_of_a_normalized_layer_keeps_it_normalized():
+    layer = weight_norm(nn.Linear(2, 3))
+    sequence = parameterize(layer, "batch-norm")
+    assert is_weight_normed(sequence[0])
+    torch.testing.assert_close(sequence(torch.randn(8, 2)).mean(0), torch.zeros(3))

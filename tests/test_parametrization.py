@@ -7,12 +7,14 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 from threads import in_threads
 from weightnorm import (
+    init_,
     is_weight_normed,
     kernels,
+    load_state_dict,
     parts,
     remove_weight_norm,
     weight_norm,
@@ -256,3 +258,107 @@ def test_recurrent_layer_called_by_another_thread_during_its_forward():
     output = layer(x)[0]
     assert torch.equal(output, layer.other_output)
     assert torch.equal(output, layer(x)[0])
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+    def right_inverse(self, x):
+        return x / 2
+
+
+def test_a_pruned_direction_is_used():
+    layer = weight_norm(nn.Linear(4, 3))
+    prune.l1_unstructured(layer.parametrizations.weight, "original1", 0.5)
+    assert (layer.weight == 0).sum() == 6
+    torch.testing.assert_close(layer.weight.norm(dim=1), parts(layer).g.flatten())
+    with cached_weights():
+        assert layer.weight is not layer.weight  # not cached: the mask may change
+    layer(torch.ones(1, 4)).sum().backward()
+    assert layer.parametrizations.weight.original1_orig.grad is not None
+
+
+@pytest.mark.parametrize("which", ["list", "module"])
+def test_hooks_on_the_parametrization_run(which):
+    layer = weight_norm(nn.Linear(4, 3))
+    hooked = layer.parametrizations.weight
+    hooked = hooked if which == "list" else hooked[0]
+    handle = hooked.register_forward_hook(lambda *_: torch.zeros(3, 4))
+    assert not layer.weight.any()
+    handle.remove()
+    assert layer.weight.any()
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LSTM(3, 4), lambda: nn.Linear(3, 4)])
+def test_replicas_of_data_parallel(make):
+    layer = make()
+    weight_norm_model(layer)
+    x = torch.randn(2, 5, 3)
+    torch.testing.assert_close(replicated(layer)(x), layer(x))
+
+
+def replicated(module):
+    """A replica as nn.DataParallel makes it on each GPU: tensors in place of parameters."""
+    replica = module._replicate_for_data_parallel()
+    replica._modules = {name: replicated(child) for name, child in module._modules.items()}
+    for name, parameter in module._parameters.items():
+        setattr(replica, name, parameter.clone())
+    return replica
+
+
+def test_a_copy_with_another_parametrized_tensor():
+    layer = weight_norm(nn.LSTM(3, 4))
+    parametrize.register_parametrization(layer, "bias_ih_l0", Twice())
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(copy.deepcopy(layer)(x), layer(x))
+
+
+def test_reset_parameters_takes_arguments():
+    class Scaled(nn.Linear):
+        def reset_parameters(self, gain=1.0, *, bias=0.0):
+            nn.init.constant_(self.weight, gain)
+            nn.init.constant_(self.bias, bias)
+            self.gain = gain
+
+    layer = weight_norm(Scaled(2, 3))
+    layer.reset_parameters(2.0, bias=5.0)
+    torch.testing.assert_close(layer.weight.detach(), torch.full((3, 2), 2.0))
+    torch.testing.assert_close(layer.bias.detach(), torch.full((3,), 5.0))
+    assert layer.gain == 2.0
+
+
+def test_reset_parameters_may_fill_all_parameters_or_a_part():
+    class Uniform(nn.Linear):
+        def reset_parameters(self):
+            for p in self.parameters():
+                nn.init.uniform_(p, 0.5, 1)
+
+    class ZeroRecurrence(nn.LSTM):
+        def reset_parameters(self):
+            super().reset_parameters()
+            nn.init.zeros_(self.weight_hh_l0)
+
+    layer = weight_norm(Uniform(8, 8))
+    layer.reset_parameters()
+    assert 0.49 < layer.weight.min() < layer.weight.max() < 1.01
+    recurrent = ZeroRecurrence(3, 4)
+    weight_norm_model(recurrent)
+    recurrent.reset_parameters()
+    assert not recurrent.weight_hh_l0.any()
+    assert recurrent.weight_ih_l0.abs().max() <= 0.5001
+
+
+def test_a_second_parametrization_is_inverted():
+    layer = weight_norm(nn.Linear(2, 3))
+    parametrize.register_parametrization(layer, "weight", Twice())
+    ones = torch.ones(3, 2)
+    init_(layer, nn.init.ones_)
+    torch.testing.assert_close(layer.weight.detach(), ones)
+    load_state_dict(layer, {"weight": 3 * ones, "bias": layer.bias})
+    torch.testing.assert_close(layer.weight.detach(), 3 * ones)
+    init_(layer, lambda w: w.mul_(2))
+    torch.testing.assert_close(layer.weight.detach(), 6 * ones)
+    parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    with pytest.raises(ValueError, match="Tanh follows weight norm and has no right_inverse"):
+        init_(layer, nn.init.ones_)

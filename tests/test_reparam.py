@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from weightnorm import (
+    WeightNormOptimizer,
     init_,
     is_weight_normed,
     normalized_weights,
@@ -20,6 +21,7 @@ from weightnorm import (
 )
 from weightnorm.functional import norm
 from weightnorm.layers import unit_axis, weight_names
+from weightnorm.parametrization import WeightNorm
 from zoo import LAYERS, every_layer
 
 SCALES = ["linear", "log"]
@@ -706,3 +708,49 @@ def test_weights_partitioned_by_deepspeed_are_refused():
 def test_where_must_be_a_function():
     with pytest.raises(TypeError, match=r"where must be a function of name and module; got '0'"):
         weight_norm_model(nn.Sequential(nn.Linear(2, 2)), where="0")
+
+
+def test_init_may_change_a_weight_in_place():
+    layer = weight_norm(nn.Linear(2, 3))
+    before = layer.weight.detach().clone()
+    init_(layer, lambda w: w.mul_(0.5))
+    torch.testing.assert_close(layer.weight.detach(), before / 2)
+
+
+def test_the_mask_is_copied():
+    mask = torch.ones(3, 2)
+    layer = weight_norm(nn.Linear(2, 3), mask=mask)
+    mask.zero_()
+    assert layer.weight.all()
+
+
+def test_a_lazy_layer_whose_mask_does_not_fit_keeps_raising():
+    layer = weight_norm(nn.LazyLinear(3), mask=torch.ones(3, 5))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="mask"):
+            layer(torch.ones(1, 2))
+
+
+def test_a_failed_application_restores_the_order_of_parameters(monkeypatch):
+    class BiasFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias, self.weight = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 2))
+
+    layer = BiasFirst()
+
+    def out_of_memory(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(WeightNorm, "stored", out_of_memory)
+    with pytest.raises(MemoryError):
+        weight_norm(layer, g=2.0)
+    assert not is_weight_normed(layer)
+    assert [*layer.state_dict()] == ["bias", "weight"]
+
+
+@pytest.mark.parametrize("apply", [weight_norm, lambda m: WeightNormOptimizer(m, torch.optim.SGD)])
+def test_weights_of_8_bits_are_refused(apply):
+    layer = nn.Linear(2, 3).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match="16 bits or more"):
+        apply(layer)

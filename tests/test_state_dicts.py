@@ -701,3 +701,31 @@ def test_loading_into_a_folded_model_is_refused():
     with folded(model), pytest.raises(RuntimeError, match="cannot load the weights of"):
         load_state_dict(model, state)
     assert load_state_dict(model, state) == ["weight"]
+
+
+class Versioned(nn.Linear):
+    """A layer that migrates the values of checkpoints older than version 2."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}bias"] = state[f"{prefix}bias"].exp()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_versions_of_modules_reach_them():
+    model = nn.Sequential(weight_norm(Versioned(2, 3)))
+    bias, state = model[0].bias.detach().clone(), model.state_dict()
+    load_state_dict(model, state)
+    torch.testing.assert_close(model[0].bias.detach(), bias)
+    for to in FORMATS:
+        load_state_dict(model, convert_state_dict(state, to=to))
+        torch.testing.assert_close(model[0].bias.detach(), bias)
+
+
+def test_keys_of_both_flavours_are_refused():
+    layer = weight_norm(nn.Linear(2, 3))
+    state = layer.state_dict()
+    with pytest.raises(RuntimeError, match="weight_g"):
+        layer.load_state_dict({**state, **convert_state_dict(state, to="hook")})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Hashable
@@ -51,7 +52,8 @@ def batched_weights(model: nn.Module) -> BatchedWeights:
     changes. Large, masked and sharded weights are computed when their layers read them. All
     gradients of batched weights arrive at the end of the backward pass, so DistributedDataParallel
     cannot overlap their communication with it. A compiled model does not run faster: the compiler
-    fuses these calls itself.
+    fuses these calls itself. With activation checkpointing (``use_reentrant=False``) call
+    ``backward`` inside the block too, since it repeats a part of the forward pass.
 
     Threads: the block affects only the thread that entered it, and several threads may enter the
     same context manager. Weight norm may be removed and applied again between two blocks.
@@ -65,8 +67,16 @@ class BatchedWeights(AbstractContextManager[None]):
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._batches = _batches_of(model)
+        self._batches: list[_Batch] | None = _batches_of(model)
         self._thread = threading.local()  # the blocks that a thread is in
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle of a model that holds one."""
+        return {"_model": self._model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._batches, self._thread = None, threading.local()
 
     def __enter__(self) -> None:
         block = cached_weights()
@@ -74,7 +84,7 @@ class BatchedWeights(AbstractContextManager[None]):
         try:
             # A local variable: another thread may exchange the attribute meanwhile.
             batches = self._batches
-            if not all(batch.is_current() for batch in batches):
+            if batches is None or not all(batch.is_current() for batch in batches):
                 batches = self._batches = _batches_of(self._model)
             for batch in batches:
                 batch.compute()
@@ -218,7 +228,7 @@ def _is_flat(weight: NormalizedWeight) -> bool:
 
 
 def _row_length(weight: NormalizedWeight) -> int:
-    return weight.stored.v[0].numel()
+    return math.prod(weight.stored.v.shape[1:])
 
 
 def _tensor_types(parametrizations: Any) -> tuple[torch.dtype, torch.dtype, torch.device]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
@@ -15,7 +16,12 @@ from torch import nn
 from weightnorm.arguments import check_module
 from weightnorm.dtensor import refuse_sharded
 from weightnorm.inspection import NormalizedWeight, find_normalized
-from weightnorm.parametrization import pending_hooks, remove_torch_hook, unparametrize
+from weightnorm.parametrization import (
+    cached_weights,
+    pending_hooks,
+    remove_torch_hook,
+    unparametrize,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -89,7 +95,7 @@ def folded(model: M, *, include_torch: bool = True) -> Iterator[M]:
 
     For inference, acting and export: no weight is recomputed, and the state dict is that of a plain
     model. After the block v and g are back bit for bit, also if the block raises; writes to the
-    plain parameters are discarded.
+    plain parameters are discarded. A model that is moved or cast inside stays so.
 
     Threads: enter it once and call the model from any number of threads inside, or let each thread
     enter it; v and g come back when the last block is left. Threads that call the model outside of
@@ -165,21 +171,36 @@ def _replace_by_parameters(
     found: list[NormalizedWeight], *, trainable: bool
 ) -> list[tuple[nn.Module, Callable[[], None]]]:
     """Replace normalized weights by parameters of the same value; return how to undo each."""
-    tied: dict[int, nn.Parameter] = {}  # by id of v, which tied weights share
-    for weight in found:  # all are computed before any is replaced: this may run out of memory
-        v, g = weight.stored
-        if id(v) not in tied:
-            grad = trainable and (v.requires_grad or g.requires_grad)
-            with torch.no_grad():
-                tied[id(v)] = nn.Parameter(weight.weight(), requires_grad=grad)
+    tied: dict[Hashable, nn.Parameter] = {}
+    # All are computed before any is replaced: this may run out of memory. Not from a cache of
+    # batched weights, which share memory.
+    with torch.no_grad(), cached_weights(new=True):
+        for weight in found:
+            v, g = weight.stored
+            if weight.identity not in tied:
+                grad = trainable and (v.requires_grad or g.requires_grad)
+                tied[weight.identity] = nn.Parameter(weight.weight(), requires_grad=grad)
     undos: list[tuple[nn.Module, Callable[[], None]]] = []
-    for module, weights in groupby(found, key=lambda weight: weight.module):
+    for module, group in groupby(found, key=lambda weight: weight.module):
+        weights = list(group)
         parametrized: dict[str, nn.Parameter] = {}
         hooked: dict[str, nn.Parameter] = {}
         for weight in weights:
-            parameter = tied[id(weight.stored.v)]
+            parameter = tied[weight.identity]
             (hooked if weight.parametrization is None else parametrized)[weight.name] = parameter
-        if parametrized:
-            undos.append((module, unparametrize(module, parametrized)))
-        undos.extend((module, remove_torch_hook(module, n, w)) for n, w in hooked.items())
+        steps = [unparametrize(module, parametrized)] if parametrized else []
+        steps += [remove_torch_hook(module, name, w) for name, w in hooked.items()]
+        undos.append((module, partial(_undo, weights, steps)))
     return undos
+
+
+def _undo(weights: list[NormalizedWeight], steps: list[Callable[[], None]]) -> None:
+    """Restore v and g, on the device and in the type that the plain weights have now."""
+    plain = [weight.module._parameters[weight.name] for weight in weights]
+    for step in reversed(steps):
+        step()
+    for weight, parameter in zip(weights, plain, strict=True):
+        assert parameter is not None
+        for part in weight.stored:
+            if part.dtype != parameter.dtype or part.device != parameter.device:
+                part.data = part.data.to(parameter)

@@ -7,7 +7,7 @@ Recognizes three flavours of weight norm: this library's, torch's parametrizatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,13 @@ class NormalizedWeight:
         return Parts(v=parametrizations.original1, g=parametrizations.original0)
 
     @property
+    def identity(self) -> Hashable:
+        """Equal for weights that are computed in the same way from the same v and g."""
+        first, *further = self.parametrizations or [None]
+        settings = (first.scale, first.eps, id(first.mask)) if isinstance(first, WeightNorm) else ()
+        return *map(id, self.stored), self.axis, settings, *map(id, further)
+
+    @property
     def axis(self) -> tuple[int | None, int]:
         """The axis that is kept, and the number of groups axis 0 is split into."""
         parametrization = self.parametrization
@@ -108,6 +115,19 @@ class NormalizedWeight:
         return w
 
     @torch.no_grad()
+    def inverted(self, weight: Tensor) -> Tensor:
+        """Return what weight norm has to give so that the module's tensor is `weight`: other than
+        `weight` if further parametrizations follow."""
+        for further in reversed([*self.parametrizations][1:]):
+            if not hasattr(further, "right_inverse"):
+                raise ValueError(
+                    f"{self.path}: {type(further).__name__} follows weight norm and has no "
+                    "right_inverse, so the weight cannot be set"
+                )
+            weight = further.right_inverse(weight)
+        return weight
+
+    @torch.no_grad()
     def decomposed(self, weight: Tensor) -> Parts:
         """Return the values to store so that w equals `weight`: v, and g or s."""
         if isinstance(self.parametrization, WeightNorm):
@@ -123,7 +143,8 @@ class NormalizedWeight:
         if weight.shape != self.stored.v.shape:
             got, expected = tuple(weight.shape), tuple(self.stored.v.shape)
             raise ValueError(f"got a weight of shape {got}, expected {expected}")
-        for stored, value in zip(self.stored, self.decomposed(weight), strict=True):
+        value: Tensor
+        for stored, value in zip(self.stored, self.decomposed(self.inverted(weight)), strict=True):
             stored.copy_(placed_like(value, stored))
         if self.parametrization is None:  # also update the attribute that torch's hook sets
             setattr(self.module, self.name, self.weight())

@@ -340,6 +340,8 @@ def compose(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float =
         return formula(v, g, dim, groups, eps)
     if not v.is_contiguous():
         return _compose_strided(v, g, dim, groups, eps)
+    if not g.is_contiguous():  # torch's fused kernels read it as if it were
+        g = g.contiguous()
     if on_device:
         if dim is not None and v.numel() and g.dtype is v.dtype and has_fused_kernel(v.device.type):
             return fused_rows(v, g, dim, groups, eps)
@@ -367,7 +369,7 @@ def gradients(
     if dim is not None and alone and v.is_cpu and _is_fast_on_cpu(v, g, dim, groups):
         norm = torch.norm_except_dim(v, 2, dim)
         if norm.min().item() > eps and grad_w.dtype == v.dtype:
-            grad_w = grad_w.contiguous()
+            grad_w, g = grad_w.contiguous(), g.contiguous()
             grad_v, grad_g = fused_weight_norm_backward(grad_w, v, g, norm, dim)
             return grad_v, grad_g
     blocks = as_blocks(v, dim, groups)

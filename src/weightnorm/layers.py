@@ -7,9 +7,11 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from weightnorm.torch_private import ConvBase, ConvTransposeBase
 
@@ -80,8 +82,12 @@ def parametrizations_of(module: nn.Module) -> Any:
     (torch's ``is_parametrized`` reads the attribute, so it is also true of a wrapper that forwards
     attributes to the module it wraps, as peft's do.)
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}
     own = module._modules.get("parametrizations")
-    return own if isinstance(own, nn.ModuleDict) else {}
+    if not isinstance(own, nn.ModuleDict):
+        return {}
+    return own if all(isinstance(one, ParametrizationList) for one in own.values()) else {}
 
 
 def own_parameters(module: nn.Module) -> list[Tensor]:

@@ -737,7 +737,10 @@ def _check_weight(path: str, module: nn.Module, name: str, weight: nn.Parameter)
             f"{path} is on the meta device: there is nothing to decompose; give the model "
             "memory and values first"
         )
-    if not weight.is_floating_point():
-        raise TypeError(f"{path} is {weight.dtype}; weight norm needs real floating-point weights")
+    if not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        raise TypeError(
+            f"{path} is {weight.dtype}; weight norm needs real floating-point weights of 16 bits "
+            "or more"
+        )
     if (reason := layers.refusal(module, name)) is not None:
         raise ValueError(f"{path} cannot be weight-normalized: {reason}")

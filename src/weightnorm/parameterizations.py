@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 from torch import nn
 
@@ -71,9 +72,9 @@ def parameterize(
 def _batch_norm(layer: nn.Module, group: Group) -> nn.Module:
     """Return the layer followed by batch normalization, whose β replaces the layer's bias."""
     cls = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[norm_rank(layer)]
+    like: Any = layer.weight
+    norm: nn.Module = cls(unit_count(layer), eps=1e-6, device=like.device, dtype=like.dtype)
     layer.register_parameter("bias", None)
-    weight = layer.get_parameter("weight")
-    norm: nn.Module = cls(unit_count(layer), eps=1e-6, device=weight.device, dtype=weight.dtype)
     if group is not None:  # torch synchronizes it on GPUs only
         norm = nn.SyncBatchNorm.convert_sync_batchnorm(norm, group)
     return nn.Sequential(layer, norm.train(layer.training))

@@ -110,12 +110,7 @@ class WeightNormParametrizationList(ParametrizationList):
     original1: Tensor
 
     def forward(self) -> Tensor:
-        parameters = self._parameters
-        if len(self._modules) == 1 and parameters:  # torch loops over further parametrizations
-            weight_norm: Any = self._modules["0"]
-            w: Tensor = weight_norm.forward(parameters["original0"], parameters["original1"])
-            return w
-        return super().forward()
+        return _compute(self) if _is_plain(self) else super().forward()
 
     @torch.no_grad()
     def right_inverse(self, value: Tensor) -> None:
@@ -130,6 +125,35 @@ class WeightNormParametrizationList(ParametrizationList):
             inverse = parametrization.right_inverse(inverse)
         for original, value in zip((self.original0, self.original1), inverse, strict=True):
             original.copy_(placed_like(value, original))
+
+
+def _is_plain(parametrizations: Any) -> bool:
+    """Whether the weight is g·v/‖v‖ of two parameters and nothing else.
+
+    False with a further parametrization, a hook, a part that is pruned or otherwise no parameter,
+    and in the replicas of ``nn.DataParallel``: torch's implementation serves them.
+    """
+    if type(parametrizations) is not WeightNormParametrizationList:
+        return False
+    parameters, modules = parametrizations._parameters, parametrizations._modules
+    if len(modules) != 1 or "original0" not in parameters or "original1" not in parameters:
+        return False
+    weight_norm: Any = modules["0"]
+    return not (
+        parametrizations._forward_pre_hooks
+        or parametrizations._forward_hooks
+        or weight_norm._forward_pre_hooks
+        or weight_norm._forward_hooks
+    )
+
+
+def _compute(parametrizations: Any) -> Tensor:
+    """Compute a weight that `_is_plain`."""
+    parameters = parametrizations._parameters
+    w: Tensor = parametrizations._modules["0"].forward(
+        parameters["original0"], parameters["original1"]
+    )
+    return w
 
 
 class _CachedWeight(NamedTuple):
@@ -202,12 +226,9 @@ def read_cached(parametrizations: Any) -> Tensor | None:
 
 
 def _read_through_cache(parametrizations: Any) -> Tensor:
-    if len(parametrizations._modules) > 1:  # the others may have state of their own
-        w: Tensor = parametrizations.forward()
-        return w
     if (cached := read_cached(parametrizations)) is not None:
         return cached
-    w = parametrizations.forward()
+    w = _compute(parametrizations)
     if not torch.compiler.is_compiling():
         cache_weight(parametrizations, w)
     return w
@@ -270,6 +291,14 @@ def _class_without(cls: type, names: Iterable[str]) -> type:
     return type(cls.__name__, cls.__bases__, kept)
 
 
+def unregister(module: nn.Module, name: str, parameters: Mapping[str, nn.Parameter | None]) -> None:
+    """Undo `register`; `parameters` are those that the module had before, in their order."""
+    weight = parameters[name]
+    assert weight is not None
+    unparametrize(module, {name: weight})
+    _restore_entries(module._parameters, dict(parameters), [])
+
+
 def remove_torch_hook(module: nn.Module, name: str, weight: nn.Parameter) -> Callable[[], None]:
     """Replace a tensor normalized by torch's older weight norm by a plain `weight`.
 
@@ -315,8 +344,8 @@ class NormalizeWhenMaterialized:
         self.name, self.apply = name, apply
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
-        self.remove(module)
         self.apply()
+        self.remove(module)
 
     def remove(self, module: nn.Module) -> None:
         """Take the hook off the module."""
@@ -401,9 +430,11 @@ def _fast_property(name: str, torchs: property) -> property:
         if parametrize._cache_enabled:
             return torchs.fget(module)  # type: ignore[misc]
         parametrizations = module._modules["parametrizations"]._modules[name]  # type: ignore
+        if not _is_plain(parametrizations):
+            return torchs.fget(module)  # type: ignore[misc]
         if getattr(_THREAD, "weights", _INACTIVE) is not _INACTIVE:
             return _read_through_cache(parametrizations)
-        return parametrizations.forward()  # type: ignore
+        return _compute(parametrizations)
 
     return property(read, torchs.fset)
 
@@ -423,24 +454,42 @@ def _load_from_state_dict(
         older = f"{prefix}{name}_g", f"{prefix}{name}_v"
         newer = [f"{prefix}parametrizations.{name}.{key}" for key in parametrizations.state_dict()]
         # A log-scale has a third key and no older equivalent: g must not be loaded as s.
-        if len(newer) == 2 and state.keys() >= set(older):
+        if len(newer) == 2 and state.keys() >= set(older) and state.keys().isdisjoint(newer):
             state.update(zip(newer, [state.pop(key) for key in older], strict=True))
     _plain_class(module)._load_from_state_dict(module, state, prefix, *rest)
 
 
 def reset_through_parts(method: str) -> Callable[[nn.Module], None]:
-    """Return the layer's own ``reset_parameters``, with its result written to v and g."""
+    """Return the layer's own ``reset_parameters``, with its result written to v and g.
 
-    def reset(module: nn.Module) -> None:
-        # Cached, so that the tensor that is initialized is the tensor that is read afterwards.
-        with torch.no_grad(), cached_weights(new=True):
-            getattr(_plain_class(module), method)(module)
-            for name, parametrizations in parametrizations_of(module).items():
-                if isinstance(parametrizations, WeightNormParametrizationList):
-                    # Recurrent layers initialize every parameter, v among them.
-                    fills_v = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
-                    filled = parametrizations.original1 if fills_v else getattr(module, name)
-                    parametrizations.right_inverse(filled)
+    It runs on a plain layer with the same attributes, whose normalized weights are parameters: a
+    method may fill a weight, a part of it, or all of ``self.parameters()``.
+    """
+
+    def reset(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        lists = {
+            name: parametrizations
+            for name, parametrizations in parametrizations_of(module).items()
+            if isinstance(parametrizations, WeightNormParametrizationList)
+        }
+        plain = _plain_class(module)
+        layer = plain.__new__(plain)
+        layer.__dict__.update(module.__dict__)
+        children = {k: child for k, child in module._modules.items() if k != "parametrizations"}
+        layer.__dict__.update(_parameters=dict(module._parameters), _modules=children)
+        with torch.no_grad():
+            weights = {name: nn.Parameter(getattr(module, name).clone()) for name in lists}
+        _set_parameters(layer, weights)
+        before = dict(layer.__dict__)
+        getattr(plain, method)(layer, *args, **kwargs)
+        for key, value in layer.__dict__.items():  # what it has assigned
+            if key not in before or before[key] is not value:
+                module.__dict__[key] = value
+        for name, parameter in layer._parameters.items():
+            if name in lists:
+                lists[name].right_inverse(parameter)
+            else:
+                module._parameters[name] = parameter
 
     return reset
 

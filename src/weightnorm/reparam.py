@@ -216,7 +216,8 @@ def _nothing_to_normalize(model: nn.Module, already: int) -> str:
 def init_(module: M, fn: Callable[[Tensor], object], name: str = "weight") -> M:
     """Initialize a weight in place with `fn`, whether it is normalized or not.
 
-    For a normalized weight v and g are set so that w has the value that `fn` fills in.
+    For a normalized weight v and g are set so that w has the value that `fn` fills in, or changes
+    in place.
 
     >>> layer = init_(weight_norm(nn.Linear(2, 3)), nn.init.ones_)
     >>> bool((layer.weight == 1).all())
@@ -231,7 +232,7 @@ def init_(module: M, fn: Callable[[Tensor], object], name: str = "weight") -> M:
     refuse_folded(module, f"initialize {name!r}")
     if is_weight_normed(module, name):
         normalized = normalized_weight(module, name)
-        weight = torch.empty_like(normalized.stored.v)
+        weight = normalized.weight().clone()
         fn(weight)
         normalized.write(weight)
     else:
@@ -271,15 +272,19 @@ class _Plan:
         """Parametrize the weight."""
         (dim, groups), options = self.axis, self.options
         g = _initial_g(options.g, kernels.unit_shape(self.weight.shape, dim, groups))
-        mask = None if options.mask is None else options.mask.to(self.weight)
+        mask = None if options.mask is None else options.mask.to(self.weight, copy=True)
         weight_norm = WeightNorm(
             dim, groups=groups, scale=options.scale, mask=mask, eps=options.eps
         ).to(self.weight.device)
         registered = parametrization.register(self.module, self.name, weight_norm)
-        if g is not None:
-            with torch.no_grad():
-                registered.original0.copy_(weight_norm.stored(g.to(registered.original0)))
-        registered.original0.requires_grad_(options.train_g and self.weight.requires_grad)
+        try:
+            if g is not None:
+                with torch.no_grad():
+                    registered.original0.copy_(weight_norm.stored(g.to(registered.original0)))
+            registered.original0.requires_grad_(options.train_g and self.weight.requires_grad)
+        except BaseException:
+            parametrization.unparametrize(self.module, {self.name: self.weight})
+            raise
         return registered
 
 
@@ -303,10 +308,10 @@ def _plan(module: nn.Module, name: str, options: _Options) -> _Plan:
     weight, where = _parameter(module, name), f"{type(module).__name__}.{name}"
     if (reason := layers.refusal(module, name)) is not None:
         raise ValueError(f"{where} cannot be weight-normalized: {reason}")
-    if not weight.is_floating_point():
+    if not weight.is_floating_point() or weight.dtype.itemsize < 2:
         raise TypeError(
-            f"{where} is {weight.dtype}; weight norm needs real floating-point weights"
-            + (" (view a complex weight as two real ones)" if weight.is_complex() else "")
+            f"{where} is {weight.dtype}; weight norm needs real floating-point weights of 16 bits "
+            "or more" + (" (view a complex weight as two real ones)" * weight.is_complex())
         )
     refuse_partitioned(weight, where)
     if is_sharded(weight):
@@ -401,6 +406,7 @@ def _apply(plans: list[_Plan]) -> None:
     try:
         for plan in plans:
             module, name, weight = plan.module, plan.name, plan.weight
+            order = dict(module._parameters)
             if isinstance(weight, UninitializedParameter):
                 hook = NormalizeWhenMaterialized(name, partial(_apply, [plan]))
                 module.register_forward_pre_hook(hook)
@@ -417,7 +423,7 @@ def _apply(plans: list[_Plan]) -> None:
                 parametrization.register_tied(module, name, registered)
             else:
                 tied[id(weight)] = plan.execute(), plan
-            undo.append(partial(parametrization.unparametrize, module, {name: weight}))
+            undo.append(partial(parametrization.unregister, module, name, order))
     except BaseException:
         for step in reversed(undo):
             step()

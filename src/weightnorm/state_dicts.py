@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from os import PathLike
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -317,12 +318,20 @@ def convert_state_dict(
     ]
     selection.raise_unmatched()
     # Mappings may be shared or cyclic: every one is converted once.
-    results: dict[int, dict[Any, Any]] = {id(mapping): {} for mapping, _ in plans}
+    results = {id(mapping): _empty_like(mapping) for mapping, _ in plans}
     for mapping, plan in plans:
         for planned in plan.tensors:
             value = planned.compute(mapping)
             results[id(mapping)][planned.key] = results.get(id(value), value)
     return results[id(state)]
+
+
+def _empty_like(state: State) -> dict[Any, Any]:
+    """Return a dict with the versions of the modules, which ``load_state_dict`` passes to them."""
+    empty: Any = OrderedDict() if hasattr(state, "_metadata") else {}
+    if hasattr(state, "_metadata"):
+        empty._metadata = state._metadata
+    return cast(dict[Any, Any], empty)
 
 
 def plan_conversion(
@@ -545,7 +554,8 @@ def load_state_dict(model: nn.Module, state: State, strict: bool = True) -> list
         raise StateDictError(_mismatch(model, normalized, missing, unexpected))
     for key in fitted.keys() & own.keys():
         _check_fits(key, fitted[key], own[key])
-    named = {key: value for key, value in fitted.items() if isinstance(key, str)}
+    named = _empty_like(state)
+    named.update({key: value for key, value in fitted.items() if isinstance(key, str)})
     try:
         model.load_state_dict(named, strict=False)
     except RuntimeError as error:
@@ -580,7 +590,7 @@ def _fit(target: NormalizedWeight, weight: StoredWeight | None, value: Any) -> d
             raise StateDictError(f"{target.path} is {kind}; expected a floating-point tensor")
         _check_shape(target.path, w, own_v)
         _refuse_narrow(target.path, w)
-        v, g = target.decomposed(w)
+        v, g = target.decomposed(target.inverted(w) if weight is None else w)
         if not (g.is_meta or bool(local(g).isfinite().all())):
             raise StateDictError(
                 f"{target.path}: ‖w‖ is not finite, so w cannot be represented by v and g"

@@ -106,7 +106,7 @@ LIBRARY = {
 LAB = {
     # unit: (units of the lab it may import, whether it uses the library, outside packages)
     "errors": (set(), False, set()),
-    "files": (set(), False, set()),
+    "files": ({"errors"}, False, set()),
     "malloc": (set(), False, set()),
     "data": ({"errors", "files"}, False, {"numpy", "torch", "pooch", "sklearn"}),
     "models": (set(), True, {"torch"}),
@@ -122,6 +122,7 @@ LAB = {
             "data",
             "errors",
             "experiments",
+            "files",
             "interleaved",
             "malloc",
             "models",

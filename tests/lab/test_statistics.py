@@ -1,9 +1,10 @@
-"""Bootstrap intervals."""
+"""Intervals of means over seeds and of resampled statistics."""
 
 import math
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from weightnorm.lab.statistics import Interval, bootstrap, mean_interval
 
@@ -17,14 +18,27 @@ def test_the_interval_covers_the_mean_and_widens_with_the_spread():
     assert mean_interval([1.0, 2.0, 4.0]) == mean_interval([1.0, 2.0, 4.0])
 
 
-def test_percentiles_of_two_values_are_the_values():
-    assert mean_interval([1.0, 4.0]) == Interval(2.5, 1.0, 4.0)
+def test_the_interval_is_that_of_a_t_test():
+    values = [1.0, 4.0, 2.5, 3.0]
+    found = scipy.stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    assert mean_interval(values)[1:] == pytest.approx((found.low, found.high))
 
 
-def test_coverage():
-    """95 % intervals of 20 normal values cover the mean in about 93 % of cases."""
+@pytest.mark.parametrize("n", [2, 3, 5, 20])
+def test_coverage(n):
     rng = np.random.default_rng(1)
-    intervals = [mean_interval(x) for x in rng.normal(size=(150, 20))]
+    intervals = [mean_interval(x) for x in rng.normal(size=(2000, n))]
+    assert 0.93 < np.mean([x.low < 0 < x.high for x in intervals]) < 0.97
+
+
+def test_an_infinite_value_leaves_the_mean_unbounded():
+    assert mean_interval([1.0, math.inf]) == Interval(math.inf, -math.inf, math.inf)
+
+
+def test_coverage_of_resampling():
+    """Percentile intervals of 20 normal values cover the mean in about 93 % of cases."""
+    rng = np.random.default_rng(1)
+    intervals = [bootstrap(lambda x: x.mean(-1), x) for x in rng.normal(size=(150, 20))]
     assert 0.86 < np.mean([x.low < 0 < x.high for x in intervals]) < 0.99
 
 

@@ -1,7 +1,8 @@
-"""Atomic file writes and SHA-256 digests of files."""
+"""Atomic file writes, locks of folders, and SHA-256 digests of files."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
@@ -10,9 +11,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from weightnorm.lab.errors import RunError
+
 SUFFIX = ".tmp"
 CHUNK = 1 << 20
 """Bytes read at a time, so that a file of any size fits into memory."""
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Create a folder and lock it for this process, until the returned file is closed.
+
+    Raises RunError if another process has locked it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w")
+    except OSError as error:
+        raise RunError(f"cannot write to {folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise RunError(f"another process is running in {folder}") from None
+    return file
 
 
 @contextmanager

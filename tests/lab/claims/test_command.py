@@ -31,7 +31,8 @@ def test_every_claim_is_measured(all_claims):
     record = load_record(runs / "claims" / "quick")
     rows = latest_rows(record.folder)
     assert set(rows) == set(CLAIMS)
-    assert {rows[n]["verdict"] for n in EXACT | {4}} == {"holds"}
+    assert {rows[n]["verdict"] for n in EXACT} == {"holds"}
+    assert rows[4]["verdict"] in ("holds", "holds qualitatively")
     assert rows[18]["verdict"] == rows[20]["verdict"] == "not measured"
     assert record.finished
     assert sum(record.result.values()) == len(CLAIMS)

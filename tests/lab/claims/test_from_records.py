@@ -65,15 +65,16 @@ def test_cifar10_ordering(tmp_path):
 
 
 def test_initial_values_of_g_are_alternatives(tmp_path):
-    write_bounds(tmp_path, draw, "standard", [100.0, 102.0])
-    write_bounds(tmp_path, draw, "weight-norm", [104.0, 105.0])
+    write_bounds(tmp_path, draw, "standard", [100.0, 102.0, 101.0])
+    write_bounds(tmp_path, draw, "weight-norm", [104.0, 106.5, 105.0])
     context = Context(runs=tmp_path / "elsewhere", experiment_records=tmp_path)
     assert other_experiments(context).verdict == "does not hold here"
-    write_bounds(tmp_path, draw, "weight-norm", [90.0, 91.0], initial_g="one-except-windows")
+    other = {"initial_g": "one-except-windows"}
+    write_bounds(tmp_path, draw, "weight-norm", [90.0, 91.0, 92.0], **other)
     found = other_experiments(context)
     assert found.verdict == "not shown"  # the other experiments are missing
-    assert "weight-norm 104.50 ± 0.71 (n = 2) (behind)" in found.value
-    assert "initial_g=one-except-windows 90.50 ± 0.71 (n = 2) (ahead; reaches" in found.value
+    assert "weight-norm 105.17 ± 1.3 (n = 3) (behind)" in found.value
+    assert "initial_g=one-except-windows 91.00 ± 1 (n = 3) (ahead; reaches" in found.value
     for data in ("mnist", "cifar10"):
         write_bounds(tmp_path, vae, "standard", [90.0, 91.0], data=data)
         write_bounds(tmp_path, vae, "weight-norm", [89.0, 90.0], data=data)
@@ -94,3 +95,14 @@ def test_a_diverged_run_is_not_ahead(tmp_path):
     write_run(tmp_path, vae, "weight-norm", 2, result, data="mnist")
     found = other_experiments(Context(runs=tmp_path))
     assert found.verdict == "not shown"
+
+
+def test_records_from_before_a_setting_existed_have_its_default(tmp_path):
+    for seed in (1, 2):
+        write_run(tmp_path, dqn, "standard", seed, {"best_score": 1.0})
+    path = next(tmp_path.rglob("config.json"))
+    head = json.loads(path.read_text())
+    del head["config"]["precision"]
+    path.write_text(json.dumps(head))
+    (runs,) = comparable_runs(tmp_path, dqn)
+    assert runs.n == 2

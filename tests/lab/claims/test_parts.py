@@ -7,7 +7,10 @@ import pytest
 
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.claims.parts import PartRunner
-from weightnorm.lab.runs.records import read_rows
+from weightnorm.lab.claims.runner import latest_rows, measure
+from weightnorm.lab.errors import RunError
+from weightnorm.lab.files import lock_folder
+from weightnorm.lab.runs.records import append_row, read_rows
 
 CONTEXT = Context(quick=True, seeds=(1, 2))
 
@@ -46,3 +49,19 @@ def test_stored_parts_are_not_computed_again(tmp_path):
     found = PartRunner(1, file).map(CONTEXT, touch, [part for part in arguments if part[1] != 7])
     assert [row["x"] for row in found] == [1, 2, 3]
     assert [path.name.split("-")[0] for path in touched.iterdir()] == ["3"]
+
+
+def test_damaged_rows_are_computed_again(tmp_path):
+    file = tmp_path / "parts.jsonl"
+    file.write_text('{}\n{"part": "x"}\n')
+    assert PartRunner(1, file).map(CONTEXT, touch, [(str(tmp_path), 1)])[0]["x"] == 1
+
+
+def test_rows_without_a_claim_are_skipped_and_the_folder_is_locked(tmp_path):
+    context = Context(quick=True, seeds=(1, 2), runs=tmp_path)
+    folder = measure(context, only=[1])
+    (row,) = latest_rows(folder).values()
+    append_row(folder / "metrics.jsonl", {"number": 2})
+    assert latest_rows(folder) == {1: row}
+    with lock_folder(folder), pytest.raises(RunError, match="another process is running in"):
+        measure(context, only=[1])

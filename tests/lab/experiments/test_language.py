@@ -1,6 +1,7 @@
 """The language model: its optimizers, its corpus, that it learns, resumes and refuses."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -104,6 +105,18 @@ def test_resume_is_bit_exact(method, tmp_path, corpus, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         language.run(made, corpus=corpus)
     monkeypatch.setattr(language, "sample", step)
+    resumed = language.run(made, corpus=corpus)
+    for a, b in zip(whole.metrics, resumed.metrics, strict=True):
+        assert {**a, "seconds": 0} == {**b, "seconds": 0}
+
+
+def test_a_run_that_is_killed_in_an_evaluation_resumes(tmp_path, corpus, monkeypatch):
+    whole = language.run(config(tmp_path / "whole"), corpus=corpus)
+    made = replace(config(tmp_path / "parts"), checkpoint_seconds=0.0)
+    monkeypatch.setattr(language, "evaluate", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        language.run(made, corpus=corpus)
+    monkeypatch.undo()
     resumed = language.run(made, corpus=corpus)
     for a, b in zip(whole.metrics, resumed.metrics, strict=True):
         assert {**a, "seconds": 0} == {**b, "seconds": 0}

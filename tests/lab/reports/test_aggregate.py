@@ -1,6 +1,7 @@
 """Statistics over seeds, compared with numpy, also with missing values."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from weightnorm.lab.reports.aggregate import (
     best_rate,
+    common_target,
     curve,
     epoch_seconds,
     final,
@@ -149,3 +151,8 @@ def test_run_grid_groups_by_parameterization_and_rate():
     assert all(list(rates) == [0.001, 0.01] for rates in found.grid.values())
     assert {len(runs) for rates in found.grid.values() for runs in rates.values()} == {2}
     assert {rate for rate, _ in found.best.values()} == {0.001}
+
+
+def test_a_diverged_run_does_not_set_the_common_target():
+    runs = [record(0.9, 0.4), record(0.8, 0.3), replace(record(0.95), diverged={"epoch": 2})]
+    assert common_target(runs, "error") == 0.4

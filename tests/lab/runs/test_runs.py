@@ -472,6 +472,55 @@ def test_steps_are_saved_as_often_as_asked(tmp_path, monkeypatch):
         assert [list(this.steps(5)) for _ in this.epochs(2)] == [[3, 4]]
 
 
+def test_a_signal_in_the_last_step_stops_after_the_evaluation(tmp_path):
+    def two_epochs():
+        with Run("classify", config(tmp_path, checkpoint_seconds=0.0), classify.PRESETS) as this:
+            this.restore()
+            for _ in this.epochs(2):
+                for step in this.steps(3):
+                    if step == 2:
+                        os.kill(os.getpid(), signal.SIGINT)
+                assert load_checkpoint(this.checkpoint)["step"] == 2  # not after the last one
+                this.log()
+
+    with pytest.raises(Interrupted):
+        two_epochs()
+    state = load_checkpoint(run_folder(tmp_path) / "checkpoint.pt")
+    assert (state["epoch"], state["step"], len(state["metrics"])) == (1, 0, 1)
+
+
+def test_a_signal_stops_work_after_the_last_epoch(tmp_path):
+    done = []
+    console = Console(file=io.StringIO(), width=200)
+
+    def five_parts():
+        with Run("classify", config(tmp_path), classify.PRESETS, console) as this:
+            this.restore()
+            list(this.epochs(0))
+            for part in this.parts(range(5), "importance sampling"):
+                done.append(part)
+                if part == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        five_parts()
+    assert done == [0, 1]
+    assert "importance sampling: 5 parts" in console.file.getvalue()
+
+
+def test_a_record_from_before_a_setting_existed_is_resumed(tmp_path, reference):
+    shutil.copytree(reference, tmp_path, dirs_exist_ok=True)
+    path = run_folder(tmp_path) / "config.json"
+    head = json.loads(path.read_text())
+    del head["config"]["precision"]
+    path.write_text(json.dumps(head))
+    assert run(tmp_path)[0].finished
+    head["config"]["precision"] = "bfloat16"
+    path.write_text(json.dumps(head))
+    with pytest.raises(ConfigError, match=r"other settings \(precision\)"):
+        run(tmp_path)
+
+
 # — precision and ranks —
 
 

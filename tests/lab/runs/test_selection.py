@@ -25,12 +25,18 @@ from weightnorm.lab.sweeps.summary import summarize
         ({0.1: [0.1, None], 0.01: [0.2, None]}, 0.1),  # at every rate
         ({0.1: [0.3], 0.01: [0.3]}, 0.01),  # equal: the smaller rate
         ({0.1: [0.3, 0.3], 0.01: [0.3]}, 0.1),  # equal: more runs
+        ({0.1: [0.2, 0.3, 0.3], 0.01: [0.25]}, 0.1),  # by the seed that both have
     ],
 )
 def test_lowest_mean_without_divergence(results, best):
-    assert best_learning_rate(results) == best
-    mirrored = {rate: [x and -x for x in values] for rate, values in results.items()}
+    grid = {rate: dict(enumerate(values)) for rate, values in results.items()}
+    assert best_learning_rate(grid) == best
+    mirrored = {rate: {s: x and -x for s, x in row.items()} for rate, row in grid.items()}
     assert best_learning_rate(mirrored, highest=True) == best
+
+
+def test_rates_without_a_common_seed_are_compared_by_their_means():
+    assert best_learning_rate({0.1: {1: 0.2}, 0.01: {2: 0.1}}) == 0.01
 
 
 rates = st.sampled_from([0.001, 0.003, 0.01])
@@ -52,7 +58,7 @@ def record(rate, seed, value, experiment="classify"):
 @given(grids)
 def test_sweeps_and_reports_agree(grid):
     """Also with diverged seeds, for which their rules used to differ."""
-    expected = best_learning_rate(grid)
+    expected = best_learning_rate({rate: dict(enumerate(row)) for rate, row in grid.items()})
     groups = {r: [record(r, i, x) for i, x in enumerate(grid[r])] for r in grid if grid[r]}
     records = [x for group in groups.values() for x in group]
     assert [c.learning_rate for c in summarize(records, "train_error") if c.best] == (

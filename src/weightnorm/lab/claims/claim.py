@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from statistics import fmean
 from typing import Any, Literal
 
 from weightnorm.lab.claims.context import Context
-from weightnorm.lab.statistics import Interval, mean_interval
+from weightnorm.lab.statistics import Interval
 
 Verdict = Literal["holds", "holds qualitatively", "does not hold here", "not shown", "not measured"]
 HOLDS: Verdict = "holds"
@@ -20,7 +21,7 @@ NOT_MEASURED: Verdict = "not measured"
 
 @dataclass(frozen=True)
 class Series:
-    """A curve of a figure: y over x, with an interval at each x."""
+    """A curve of a figure: y over x, with the range over seeds at each x."""
 
     name: str
     x: tuple[float, ...]
@@ -104,8 +105,8 @@ def claim(
 
 
 def series(name: str, x: Iterable[float], columns: Iterable[Sequence[float]]) -> Series:
-    """Return a curve: at each x the mean of independent values, and its interval."""
-    y, low, high = zip(*map(mean_interval, columns), strict=True)
+    """Return a curve: at each x the mean of independent values, and their range."""
+    y, low, high = zip(*((fmean(c), min(c), max(c)) for c in columns), strict=True)
     return Series(name, tuple(map(float, x)), y, low, high)
 
 
@@ -120,14 +121,29 @@ def exactly(deviation: float, tolerance: float) -> Verdict:
 
 def above(interval: Interval, threshold: float, zero: float = 0.0) -> Verdict:
     """Verdict on an effect: holds if the whole interval exceeds the threshold, qualitatively if it
-    exceeds `zero`, the value without an effect.
+    exceeds `zero`, the value without an effect; does not hold if no part of it exceeds the
+    threshold.
 
-    >>> [above(Interval(m, m - 0.1, m + 0.1), threshold=0.5) for m in (0.7, 0.4, 0.05)]
+    >>> [above(Interval(m, m - 0.2, m + 0.2), threshold=0.5) for m in (0.8, 0.4, 0.05)]
     ['holds', 'holds qualitatively', 'does not hold here']
+    >>> above(Interval(0.4, -0.1, 0.9), threshold=0.5)
+    'not shown'
     """
     if interval.low > threshold:
         return HOLDS
-    return QUALITATIVELY if interval.low > zero else FAILS
+    if interval.low > zero:
+        return QUALITATIVELY
+    return FAILS if interval.high <= threshold else NOT_SHOWN
+
+
+def undecided(*effects: Interval) -> Verdict:
+    """Verdict where not all effects are shown to be positive: does not hold if one is shown not to
+    be, else not shown.
+
+    >>> undecided(Interval(1.0, -0.5, 2.5)), undecided(Interval(-1.0, -1.5, -0.5))
+    ('not shown', 'does not hold here')
+    """
+    return FAILS if any(effect.high <= 0 for effect in effects) else NOT_SHOWN
 
 
 def weakest(*verdicts: Verdict) -> Verdict:

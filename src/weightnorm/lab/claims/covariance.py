@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from weightnorm.diagnostics import example_gradients, gradient_covariance, unit_weights
 from weightnorm.inspection import find_normalized
 from weightnorm.lab.claims.claim import (
-    FAILS,
     HOLDS,
     QUALITATIVELY,
     Figure,
@@ -22,6 +21,7 @@ from weightnorm.lab.claims.claim import (
     claim,
     exactly,
     series,
+    undecided,
 )
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.statistics import Interval, mean_interval
@@ -105,24 +105,21 @@ def dominant_direction(context: Context) -> Measured:
 def alignment_verdict(near: Interval, nearer: Interval, more: Interval) -> Verdict:
     """Holds if over half of the units are near; qualitatively if cosine and Rayleigh quotient are
     above those of random directions."""
-    above_chance = nearer.low > 0 and more.low > 0
-    if above_chance and near.low > OFTEN:
-        return HOLDS
-    return QUALITATIVELY if above_chance else FAILS
+    if nearer.low <= 0 or more.low <= 0:
+        return undecided(nearer, more)
+    return HOLDS if near.low > OFTEN else QUALITATIVELY
 
 
 def _cosines(rows: list[dict[str, Any]], how: str) -> Figure:
     rows = [row for row in rows if row["parameterization"] == how]
     layers, times = (sorted({row[key] for row in rows}) for key in ("layer", "step"))
-    x = tuple(float(layer) for layer in layers)
 
     def line(name: str, key: str, at: list[int]) -> Series:
-        stats = [
-            over_seeds([r for r in rows if r["layer"] == n and r["step"] in at], key)
+        columns = [
+            seed_means([r for r in rows if r["layer"] == n and r["step"] in at], key)
             for n in layers
         ]
-        mean, low, high = zip(*stats, strict=True)
-        return Series(name, x, mean, low, high)
+        return series(name, layers, columns)
 
     lines = [line(f"after {at} steps", "cosine_dominant", [at]) for at in times]
     lines.append(line("random direction", "cosine_dominant_random", times))
@@ -151,7 +148,7 @@ def nearer_verdict(gain: Interval, beyond: Interval) -> Verdict:
     """Holds if the gain is not negligible and exceeds that of a random direction; qualitatively if
     it only exceeds it."""
     if beyond.low <= 0 or gain.low <= 0:
-        return FAILS
+        return undecided(beyond, gain)
     return HOLDS if gain.low > CLOSER else QUALITATIVELY
 
 
@@ -169,12 +166,17 @@ def _spectra(rows: list[dict[str, Any]], how: str, layer: int) -> Figure:
 
 def over_seeds(rows: list[dict[str, Any]], key: str, *, less: str = "") -> Interval:
     """Interval over seeds of the mean over layers and times, which are not independent."""
+    return mean_interval(seed_means(rows, key, less=less))
+
+
+def seed_means(rows: list[dict[str, Any]], key: str, *, less: str = "") -> list[float]:
+    """Mean over layers and times, of each seed."""
     seeds = sorted({row["seed"] for row in rows})
     values = []
     for seed in seeds:
         own = [row for row in rows if row["seed"] == seed]
         values.append(fmean(row[key] - (row[less] if less else 0.0) for row in own))
-    return mean_interval(values)
+    return values
 
 
 def all_rows(context: Context) -> list[dict[str, Any]]:

@@ -23,7 +23,8 @@ from weightnorm.lab.claims.claim import (
 )
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.experiments import classify, dqn, draw, vae
-from weightnorm.lab.runs.records import RunRecord, find_records
+from weightnorm.lab.runs.config import completed
+from weightnorm.lab.runs.records import RunRecord, by_seed, find_records
 from weightnorm.lab.runs.selection import best_learning_rate
 from weightnorm.lab.statistics import mean_interval
 
@@ -74,7 +75,8 @@ def comparable_runs(folder: Path, experiment: ModuleType) -> list[Runs]:
     for record in find_records(folder)[0] if folder.is_dir() else []:
         mine = record.experiment == experiment.NAME and record.preset != "demo"
         if mine and record.finished:
-            fields = {k: v for k, v in record.config.items() if k not in COMPARED}
+            config = completed(record.config, experiment.Config)
+            fields = {k: v for k, v in config.items() if k not in COMPARED}
             settings.setdefault(json.dumps(fields, sort_keys=True), []).append(record)
     return [
         Runs(_label(records[0], experiment), records[0].preset, _at_best_rate(records, experiment))
@@ -111,7 +113,7 @@ def _at_best_rate(
     highest = metric in getattr(experiment, "HIGHER_IS_BETTER", ())
     best = {}
     for how, rates in sorted(groups.items()):
-        results = {rate: [run.final(metric) for run in runs] for rate, runs in rates.items()}
+        results = {rate: by_seed(runs, metric) for rate, runs in rates.items()}
         chosen = best_learning_rate(results, highest)
         best[how] = rates[min(rates) if chosen is None else chosen]
     return best

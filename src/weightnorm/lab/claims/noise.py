@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from weightnorm.diagnostics import batch_noise, excess_kurtosis
 from weightnorm.lab.claims.claim import (
-    FAILS,
     HOLDS,
     QUALITATIVELY,
     Figure,
@@ -21,6 +20,7 @@ from weightnorm.lab.claims.claim import (
     Verdict,
     claim,
     series,
+    undecided,
 )
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.statistics import Interval, mean_interval
@@ -83,7 +83,8 @@ def noise_verdict(means: dict[int, Interval], gaps: dict[int, list[Interval]]) -
     light = all(mean.high < LIGHT for mean in means.values())
     if light and all(gap.low > LIGHT for pair in gaps.values() for gap in pair):
         return HOLDS
-    return QUALITATIVELY if all(gap.low > 0 for gap in gaps[min(gaps)]) else FAILS
+    smallest = gaps[min(gaps)]
+    return QUALITATIVELY if all(gap.low > 0 for gap in smallest) else undecided(*smallest)
 
 
 def tails(context: Context, seed: int) -> dict[str, Any]:

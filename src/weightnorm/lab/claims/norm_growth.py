@@ -21,6 +21,7 @@ from weightnorm.lab.claims.claim import (
     Verdict,
     claim,
     series,
+    undecided,
 )
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.statistics import Interval, mean_interval
@@ -174,7 +175,7 @@ def noise_verdict(faster: list[Interval], smaller: list[Interval]) -> Verdict:
     """Holds if ‖v‖ grows faster and the effective step is smaller at each smaller batch size;
     qualitatively if it only grows faster."""
     if any(x.low <= 0 for x in faster):
-        return FAILS
+        return undecided(*faster)
     return HOLDS if all(x.low > 0 for x in smaller) else QUALITATIVELY
 
 

@@ -30,7 +30,8 @@ class PartRunner:
     ) -> None:
         self.workers, self.file, self._on_progress = workers, file, on_progress
         rows = read_rows(file) if file is not None else []
-        self.results: dict[str, Any] = {row["part"]: row["found"] for row in rows}
+        whole = (row for row in rows if row.keys() >= {"part", "found"})
+        self.results: dict[str, Any] = {row["part"]: row["found"] for row in whole}
         self._pool: Pool | None = None
 
     def progress(self, done: int, total: int) -> None:

@@ -125,7 +125,8 @@ def log_verdict(slower: list[Interval], worse: list[Interval]) -> Verdict:
 
 def best_rate(losses: list[list[float]]) -> int:
     """Return the index of the best rate, by the rule of `best_learning_rate`."""
-    results = dict(zip(RATES, zip(*losses, strict=True), strict=False))
+    columns = (dict(enumerate(column)) for column in zip(*losses, strict=True))
+    results = dict(zip(RATES, columns, strict=False))
     best = best_learning_rate(results)
     assert best is not None  # a run that breaks off has the loss of chance
     return RATES.index(best)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from weightnorm.lab.claims.claim import CLAIMS, LONG_CLAIMS, Claim
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.claims.parts import PartRunner
 from weightnorm.lab.errors import ConfigError, Interrupted, RunError, require
+from weightnorm.lab.files import lock_folder
 from weightnorm.lab.malloc import keep_freed_memory
 from weightnorm.lab.runs.environment import environment
 from weightnorm.lab.runs.progress import ProgressBars
@@ -69,6 +70,18 @@ def measure(
         numbers = ", ".join(map(str, sorted(claims)))
         raise ConfigError(f"there is no claim {unknown[0]}; expected one of {numbers}")
     require(len(set(context.seeds)) > 1, "seeds", context.seeds, "two or more, for an interval")
+    with lock_folder(folder):
+        return _measure(context, claims, only, folder, console, workers)
+
+
+def _measure(
+    context: Context,
+    claims: Mapping[int, Claim],
+    only: Sequence[int],
+    folder: Path,
+    console: Console | None,
+    workers: int,
+) -> Path:
     open_record(folder, context)
     recorded = latest_rows(folder)
     missing = [n for n in sorted(set(only or claims)) if n not in recorded or n in FROM_RECORDS]
@@ -123,7 +136,6 @@ def _measure_one(
 
 def open_record(folder: Path, context: Context) -> None:
     """Create the record, or check that an existing one has the same settings."""
-    folder.mkdir(parents=True, exist_ok=True)
     config = {"seeds": list(context.seeds), "data": DATA[context.preset]}
     head = {"experiment": "claims", "preset": folder.name, "config": config}
     if (folder / "config.json").exists():
@@ -140,8 +152,9 @@ def open_record(folder: Path, context: Context) -> None:
 
 def latest_rows(folder: Path) -> dict[int, Row]:
     """The latest row of each claim, by number."""
-    rows = {row["number"]: row for row in read_rows(folder / "metrics.jsonl")}
-    return dict(sorted(rows.items()))
+    rows = read_rows(folder / "metrics.jsonl")
+    known = {field.name for field in fields(Claim)} - {"measure"} | {"value", "verdict", "n"}
+    return dict(sorted({row["number"]: row for row in rows if row.keys() >= known}.items()))
 
 
 def table(folder: Path) -> Table:

@@ -274,7 +274,8 @@ def estimate(model: VAE, images: Tensor, config: Config, run: Run) -> dict[str, 
     sums = []
     with folded(model):
         for x in run.ranks.share(images).split(EVAL_BATCH):
-            logs = log_importance_weights(model, x, config.importance_samples)
+            each = partial(run.parts, name=f"importance samples for {len(x)} images")
+            logs = log_importance_weights(model, x, config.importance_samples, each=each)
             likelihood = logs.logsumexp(1) - math.log(config.importance_samples)
             sums.append(-torch.stack([likelihood.sum(), logs.mean(1).sum()]))
     total = torch.stack(sums).cpu().double().sum(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -66,16 +67,23 @@ class VAE(nn.Module, ABC):
         return self.image(self.generate(count))
 
 
-def log_importance_weights(model: VAE, x: Tensor, samples: int, max_rows: int = 500) -> Tensor:
+def log_importance_weights(
+    model: VAE,
+    x: Tensor,
+    samples: int,
+    max_rows: int = 500,
+    each: Callable[[range], Iterable[int]] = iter,
+) -> Tensor:
     """Return log p(x|z)p(z)/q(z|x) at `samples` samples of z per example: (B, samples).
 
     Their mean is the bound; their log-mean-exp converges to log p(x). Encodes once, and decodes
-    about `max_rows` rows at a time, so memory does not grow with the samples.
+    about `max_rows` rows at a time, so memory does not grow with the samples. `each` iterates over
+    the parts, for instance with a progress bar.
     """
     code = model.encode(x)
     per_chunk = max(1, max_rows // max(len(x), 1))
     chunks = []
-    for start in range(0, samples, per_chunk):
+    for start in each(range(0, samples, per_chunk)):
         times = min(per_chunk, samples - start)
         output, kl = model.decode(tuple(repeated(part, times) for part in code), at_sample=True)
         terms = ElboTerms(model.log_likelihood(repeated(x, times), output), kl)

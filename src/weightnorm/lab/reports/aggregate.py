@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from weightnorm.lab.runs.records import RunRecord
+from weightnorm.lab.runs.records import RunRecord, by_seed
 from weightnorm.lab.runs.selection import best_learning_rate
 
 
@@ -112,8 +112,12 @@ def epochs_to_reach(record: RunRecord, metric: str, target: float) -> float:
 
 
 def common_target(records: Iterable[RunRecord], metric: str) -> float:
-    """Return the lowest value of a metric that every run reaches, nan if a run lacks the metric."""
-    lowest = [min(series(record, metric).values(), default=math.nan) for record in records]
+    """Return the lowest value of a metric that every run reaches, nan if a run lacks the metric.
+
+    Runs that diverged are left out: they reach less than they would have.
+    """
+    whole = [record for record in records if record.diverged is None]
+    lowest = [min(series(record, metric).values(), default=math.nan) for record in whole]
     return max(lowest, default=math.nan) if not any(map(math.isnan, lowest)) else math.nan
 
 
@@ -127,10 +131,7 @@ def best_rate(rates: dict[float, list[RunRecord]], metric: str, highest: bool = 
 
     While no run has finished with a number, return the rate with the most epochs.
     """
-    results = {
-        rate: [record.final(metric) for record in records if record.finished]
-        for rate, records in rates.items()
-    }
+    results = {rate: by_seed(records, metric) for rate, records in rates.items()}
     best = best_learning_rate(results, highest)
     if best is not None:
         return best

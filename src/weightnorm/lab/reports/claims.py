@@ -26,7 +26,7 @@ def section(records: list[RunRecord]) -> Section:
     parts = tuple(part(record) for record in sorted(records, key=lambda r: r.preset))
     intro = (
         "What the paper states about weight normalization, measured. The criterion of each verdict "
-        "is fixed in code; square brackets are 95 % bootstrap intervals."
+        "is fixed in code; square brackets are 95 % intervals of the mean."
     )
     return Section("The paper's claims", intro, parts)
 
@@ -92,7 +92,7 @@ def _text(row: Row, field: str) -> str:
 def plot(preset: str, row: Row, figure: dict[str, Any]) -> Plot:
     styles = line_styles([series["name"] for series in figure["series"]])
     lines = tuple(map(line, figure["series"], styles))
-    bands = " Band: 95 % interval of the mean." if any(one.low for one in lines) else ""
+    bands = " Band: range over seeds." if any(one.low for one in lines) else ""
     return Plot(
         slug(f"claim {preset} {row['number']} {figure['title']}"),
         figure["title"],

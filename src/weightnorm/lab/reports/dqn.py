@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from weightnorm.lab.reports.aggregate import epoch_seconds, final, finite_or_nan, series, stat
+from weightnorm.lab.reports.aggregate import Stat, epoch_seconds, final, finite_or_nan, series, stat
 from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Line, Picture, Plot, Section, Table, slug
 from weightnorm.lab.reports.pictures import load_arrays
@@ -70,7 +70,7 @@ def of_game(runs: RunGrid) -> Section:
         figure_4(runs),
         curves("train_score", "Score in training", "mean return in training"),
         phases(runs),
-        curves("mean_q", "Estimated values", "max Q, mean over held-out states"),
+        curves("mean_q", "Estimated values", "max Q, mean over the states of the initialization"),
         curves("loss", "Loss", "Huber loss of a transition"),
         *game_pictures(runs),
         *learning_rates(runs),
@@ -87,7 +87,7 @@ def findings(runs: RunGrid) -> tuple[str, ...]:
     """Summarize the best scores in a sentence."""
     if not runs.best_finished:
         return ()
-    random = stat(final(record, "random_score") for record in finished(runs.records))
+    random = random_play(runs)
     values = final_values(runs, METRIC, digits=0)
     place = f"{title(game(runs.records[0]))} ({runs.label.partition(' ')[0]})"
     return (f"{place}: best epoch's score: {values}; random play {random.text(digits=0)}.",)
@@ -100,7 +100,7 @@ def scores(games: list[RunGrid]) -> Table:
     for runs in games:
         name = game(runs.records[0])
         ours = [_score(*runs.best[kind]) if kind in runs.best else "—" for kind in kinds]
-        random = stat(final(record, "random_score") for record in finished(runs.records))
+        random = random_play(runs)
         rows.append((title(name), *ours, random.text(digits=0), *PUBLISHED.get(name, ("—",) * 3)))
     names = [style_of(kind).name for kind in kinds]
     papers = ("paper, standard", "paper, weight norm", "Mnih et al.")
@@ -147,11 +147,17 @@ def phases(runs: RunGrid) -> Table:
     return Table("Scores over training", head, rows, notes)
 
 
+def random_play(runs: RunGrid) -> Stat:
+    """Statistics of the score of random play, which runs with the same seed share."""
+    scores = {r.config.get("seed"): final(r, "random_score") for r in finished(runs.records)}
+    return stat(scores.values())
+
+
 def figure_4(runs: RunGrid) -> Plot:
     """Plot scores over epochs, with the score of random play."""
     drawn = best_lines(runs, "score")
     caption = line_caption(drawn)
-    random = stat(final(record, "random_score") for record in finished(runs.records))
+    random = random_play(runs)
     if random.n and drawn:
         ends = min(line.x[0] for line in drawn), max(line.x[-1] for line in drawn)
         name = f"random play, n = {random.n}"

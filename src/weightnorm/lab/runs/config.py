@@ -75,6 +75,11 @@ def scientific_fields(config: RunConfig) -> dict[str, Any]:
     return values
 
 
+def completed(recorded: Mapping[str, Any], kind: type[RunConfig]) -> dict[str, Any]:
+    """Return the fields of a recorded config, with the defaults of those that are newer than it."""
+    return {**scientific_fields(kind()), **recorded}
+
+
 def find_preset(presets: Mapping[str, C], name: str, data: str) -> C:
     """Return the preset for a data set, such as ``cpu cifar10``, or else the one called `name`."""
     return presets.get(f"{name} {data}", presets[name])

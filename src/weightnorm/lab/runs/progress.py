@@ -108,6 +108,18 @@ class EpochProgress:
         self._bars.update(self._epoch_bar, self.epoch + 1)
         self._bars.print(self._line(text))
 
+    def start_part(self, name: str, count: int) -> None:
+        """Start work that follows the last epoch."""
+        self._bars.print(f"{name}: {count} parts")
+        self._bars.reset(self._step_bar, count)
+        self._bars.update(self._step_bar, 0, "")
+        self.steps = count
+
+    def part(self, done: int) -> None:
+        """Show that `done` parts are done."""
+        self._bars.update(self._step_bar, done)
+        self._bars.status(lambda: f"  {done} of {self.steps} parts")
+
     def close(self) -> None:
         """Remove the bars."""
         self._bars.close()

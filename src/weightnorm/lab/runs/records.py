@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -104,6 +105,11 @@ def load_record(folder: Path) -> RunRecord:
         result=result,
         diverged=diverged,
     )
+
+
+def by_seed(records: Iterable[RunRecord], metric: str) -> dict[int, float | None]:
+    """Return seed → a metric of the result of each finished run, None for one that diverged."""
+    return {r.config.get("seed", i): r.final(metric) for i, r in enumerate(records) if r.finished}
 
 
 def find_records(root: Path) -> tuple[list[RunRecord], list[str]]:

@@ -17,7 +17,6 @@ checkpoint holds everything else (parameters, optimizer, random states, metrics)
 
 from __future__ import annotations
 
-import fcntl
 import io
 import math
 import signal
@@ -43,7 +42,7 @@ from weightnorm.lab.errors import (
     RecordError,
     RunError,
 )
-from weightnorm.lab.files import remove_temporary, write_atomically
+from weightnorm.lab.files import lock_folder, remove_temporary, write_atomically
 from weightnorm.lab.malloc import keep_freed_memory
 from weightnorm.lab.runs.checkpoints import (
     load_checkpoint,
@@ -53,7 +52,7 @@ from weightnorm.lab.runs.checkpoints import (
     save_checkpoint,
     set_random_state,
 )
-from weightnorm.lab.runs.config import RunConfig, folder, scientific_fields
+from weightnorm.lab.runs.config import RunConfig, completed, folder, scientific_fields
 from weightnorm.lab.runs.environment import environment, pick_device
 from weightnorm.lab.runs.epoch_metrics import EpochMetrics, stack_ranks
 from weightnorm.lab.runs.progress import EpochProgress
@@ -150,15 +149,7 @@ class Run:
 
     def _open_folder(self) -> None:
         """Create and lock the folder, and check that it belongs to this config."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.folder / "lock").open("w")
-        except OSError as error:
-            raise RunError(f"cannot write to {self.folder}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(f"another process is running in {self.folder}") from None
+        self._lock = lock_folder(self.folder)
         remove_temporary(self.folder)
         recover_checkpoint(self.checkpoint)
         self._check_config()
@@ -178,8 +169,8 @@ class Run:
             write_json(self.folder / "config.json", head)
 
     def _refuse_other_settings(self, recorded: Mapping[str, Any]) -> None:
-        fields = scientific_fields(self.config)
-        differing = [name for name, value in fields.items() if recorded.get(name) != value]
+        fields, before = scientific_fields(self.config), completed(recorded, type(self.config))
+        differing = [name for name, value in fields.items() if before[name] != value]
         if differing:
             raise ConfigError(
                 f"{self.folder} holds a run with other settings ({', '.join(differing)}); "
@@ -305,7 +296,10 @@ class Run:
         return self._remaining(range(count), save_every)
 
     def _remaining(self, steps: Sequence[T], save_every: float = math.inf) -> Iterator[T]:
-        """Iterate over the remaining steps; show progress, save, and stop between them."""
+        """Iterate over the remaining steps; show progress, save, and stop between them.
+
+        Not after the last one: an epoch's evaluation belongs to it, and `epochs` saves after that.
+        """
         if self._progress is not None:
             self._progress.start_epoch(self.epoch, len(steps), self.step)
         began = saved = shown = time.monotonic()
@@ -325,10 +319,26 @@ class Run:
             stop, due, broken = self.ranks.any(self._stop, due, broken)
             if broken:
                 self._diverge()
+            if self.step == len(steps):
+                return
             if due:
                 self.save()
                 saved, saved_at = time.monotonic(), self.step
             self._stop_if(stop)
+
+    def parts(self, items: Sequence[T], name: str) -> Iterator[T]:
+        """Iterate over work that follows the last epoch, with progress.
+
+        A signal stops it between two items; the same command then repeats all of it.
+        """
+        if self._progress is not None:
+            self._progress.start_part(name, len(items))
+        for done, item in enumerate(items, 1):
+            yield item
+            if self._progress is not None:
+                self._progress.part(done)
+            if self._stop and self.ranks.world == 1:  # ranks may have other numbers of items
+                raise Interrupted(str(self.folder))
 
     def add(self, **amounts: Tensor | float) -> None:
         """Add to the epoch's sums, without synchronizing with the device."""

@@ -23,7 +23,13 @@ from rich.progress import TaskID
 
 from weightnorm import Parameterization
 from weightnorm.lab.errors import ConfigError, RecordError, require
-from weightnorm.lab.runs.config import RunConfig, folder, preset_of, scientific_fields
+from weightnorm.lab.runs.config import (
+    RunConfig,
+    completed,
+    folder,
+    preset_of,
+    scientific_fields,
+)
 from weightnorm.lab.runs.environment import pick_device
 from weightnorm.lab.runs.progress import ProgressBars
 from weightnorm.lab.runs.records import RunRecord, load_record, read_rows
@@ -215,7 +221,8 @@ def job_record(job: Job) -> RunRecord:
     fields = scientific_fields(job.config)
     try:
         record = load_record(job.folder)
-        if all(record.config.get(name) == value for name, value in fields.items()):
+        recorded = completed(record.config, type(job.config))
+        if all(recorded[name] == value for name, value in fields.items()):
             return record
     except (RecordError, OSError):
         pass  # the run itself reports what is wrong

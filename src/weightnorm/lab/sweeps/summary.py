@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from rich.table import Column, Table
 
 from weightnorm.lab.errors import require
-from weightnorm.lab.runs.records import RunRecord, is_number
+from weightnorm.lab.runs.records import RunRecord, by_seed, is_number
 from weightnorm.lab.runs.selection import best_learning_rate
 
 
@@ -67,14 +67,11 @@ def summarize(
         rates.setdefault(float(record.config["learning_rate"]), []).append(record)
     cells = []
     for name, rates in groups.items():
-        results = {
-            rate: [record.final(metric) for record in rates[rate] if record.finished]
-            for rate in sorted(rates)
-        }
+        results = {rate: by_seed(rates[rate], metric) for rate in sorted(rates)}
         best = best_learning_rate(results, highest)
         for rate in results:
             check_metric(rates[rate], metric)
-            cell = _cell(name, rate, results[rate], len(rates[rate]))
+            cell = _cell(name, rate, [*results[rate].values()], len(rates[rate]))
             cells.append(replace(cell, best=rate == best))
     return cells
 
@@ -106,10 +103,11 @@ def render(result: SweepResult) -> Table:
     """Return a table of the cells, with the deciding metric first and the best rates in bold."""
     metrics = [result.metric, *_other_metrics(result)]
     names = [metric.replace("_", " ") for metric in metrics]
-    # Names are never cut: where the terminal is narrow, the values are wrapped.
-    table = Table(Column("parameterization", no_wrap=True), "lr", *names, "n", "", box=None)
-    columns = [summarize(result.records, metric, result.highest, result.axes) for metric in metrics]
-    for how, rows in groupby(zip(*columns, strict=True), key=lambda row: row[0].parameterization):
+    # Nothing is cut: where the terminal is narrow, words and numbers are wrapped.
+    others = (Column(name, overflow="fold") for name in ("lr", *names, "n", ""))
+    table = Table(Column("parameterization", no_wrap=True), *others, box=None)
+    cells = [summarize(result.records, metric, result.highest, result.axes) for metric in metrics]
+    for how, rows in groupby(zip(*cells, strict=True), key=lambda row: row[0].parameterization):
         for i, row in enumerate(rows):
             style = "bold" if row[0].best else ""
             table.add_row("" if i else how, *_columns(row), style=style)
@@ -130,7 +128,7 @@ def _other_metrics(result: SweepResult) -> list[str]:
 def _columns(row: Sequence[GridCell]) -> tuple[str, ...]:
     cell = row[0]
     values = [
-        "–" if x.mean is None else f"{format_number(x.mean)} ± {format_number(x.std, 2)}"
+        format_number(x.mean) + (f" ± {format_number(x.std, 2)}" if x.std is not None else "")
         for x in row
     ]
     notes = {"diverged": cell.diverged, "unfinished": cell.unfinished}

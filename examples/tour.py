@@ -29,7 +29,7 @@ from weightnorm import (
     normalized_weights,
     parameterize,
 )
-from weightnorm.diagnostics import effective_step, weight_norms
+from weightnorm.diagnostics import effective_step, v_norms
 
 LEARNING_RATE, EPOCHS, BATCH = 0.003, 16, 100
 Curves = dict[str, list[float]]
@@ -85,7 +85,7 @@ def train(model: nn.Module, images: Tensor, labels: Tensor) -> Curves:
         schedule.step()
         curves["loss"].append(sum(losses) / len(losses))
         if normalized_weights(model):
-            curves["‖v‖"].append(torch.cat([*weight_norms(model).values()]).mean().item())
+            curves["‖v‖"].append(torch.cat([*v_norms(model).values()]).mean().item())
             curves["g/‖v‖"].append(torch.cat([*effective_step(model).values()]).mean().item())
     return curves
 

@@ -195,13 +195,13 @@ def read_between_passes(world):
     for each in (model, twin):
         weight_norm(each[0].layer, mask=causal)
         weight_norm_model(each)
-    before = diagnostics.unit_weights(sharded(model)), diagnostics.unit_weights(twin)
+    before = diagnostics.weight_rows(sharded(model)), diagnostics.weight_rows(twin)
     init_(model[1].layer, nn.init.ones_)
     init_(twin[1].layer, nn.init.ones_)
     layers = [(a.layer, b.layer) for a, b in zip(model, twin, strict=True)]
     layers = [(a, b) for a, b in layers if hasattr(b, "weight")]
     pairs = {f"weight {i}": (a.weight, b.weight) for i, (a, b) in enumerate(layers)}
-    for probe in (diagnostics.weight_norms, diagnostics.effective_step):
+    for probe in (diagnostics.v_norms, diagnostics.effective_step):
         mine, theirs = probe(model), probe(twin)
         pairs.update({f"{probe.__name__} {name}": (mine[name], theirs[name]) for name in theirs})
     mine, theirs = map(diagnostics.direction_angle, (model, twin), before)

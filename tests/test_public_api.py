@@ -63,10 +63,10 @@ FUNCTIONAL = {
 }
 
 DIAGNOSTICS = {
-    "BatchNoise": "(mean, variance, inverse_std)",
+    "BatchStatistics": "(mean, variance, inverse_std)",
     "Finding": "(kind, weight, advice)",
     "TrainingMonitor": "(model, optimizer, log, *, every=100, prefix='')",
-    "batch_noise": "(t, batch_size, draws=1000, generator=None)",
+    "batch_statistics": "(t, batch_size, draws=1000, generator=None)",
     "check": "(model, optimizer=None)",
     "direction_angle": "(model, since)",
     "effective_step": "(model)",
@@ -74,8 +74,8 @@ DIAGNOSTICS = {
     "excess_kurtosis": "(x)",
     "gradient_covariance": "(gradients)",
     "noise_kurtosis": "(t, batch_size, draws=1000, generator=None)",
-    "unit_weights": "(model)",
-    "weight_norms": "(model)",
+    "weight_rows": "(model)",
+    "v_norms": "(model)",
 }
 
 MODULES = {

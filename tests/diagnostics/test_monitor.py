@@ -10,8 +10,8 @@ from weightnorm.diagnostics import (
     TrainingMonitor,
     direction_angle,
     effective_step,
-    unit_weights,
-    weight_norms,
+    v_norms,
+    weight_rows,
 )
 from weightnorm.diagnostics.probes import unit_vectors
 
@@ -42,9 +42,9 @@ def test_logs_the_probes_every_n_steps():
     }
     at_six, _, _ = trained(6)
     logged = {tag: value for tag, value, step in rows if step == 6}
-    norms = weight_norms(at_six)
+    norms = v_norms(at_six)
     assert logged["0.weight/v_norm"] == pytest.approx(norms["0.weight"].mean().item())
-    angle = direction_angle(at_six, unit_weights(trained(3)[0]))["2.weight"].mean().item()
+    angle = direction_angle(at_six, weight_rows(trained(3)[0]))["2.weight"].mean().item()
     assert logged["2.weight/angle_change"] == pytest.approx(angle, rel=1e-4)
 
 
@@ -56,14 +56,14 @@ def test_logs_the_probes_of_every_layer(case):
     with torch.no_grad():
         next(iter(normalized_weights(layer).values())).g.view(-1)[0] = 0
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    before = unit_weights(layer)
+    before = weight_rows(layer)
     monitor = TrainingMonitor(layer, optimizer, lambda tag, value, _: rows.update({tag: value}))
     for v, _ in normalized_weights(layer).values():
         with torch.no_grad():
             v.add_(torch.randn_like(v))
     monitor.measure()
     steps, angles = effective_step(layer), direction_angle(layer, before)
-    for name, norm in weight_norms(layer).items():
+    for name, norm in v_norms(layer).items():
         assert rows[f"{name}/v_norm"] == pytest.approx(norm.mean().item())
         assert rows[f"{name}/effective_step"] == pytest.approx(steps[name].mean().item())
         assert rows[f"{name}/dead_units"] == (steps[name] == 0).sum()

@@ -17,8 +17,8 @@ from weightnorm.diagnostics import (
     excess_kurtosis,
     gradient_covariance,
     noise_kurtosis,
-    unit_weights,
-    weight_norms,
+    v_norms,
+    weight_rows,
 )
 from zoo import every_layer
 
@@ -29,7 +29,7 @@ def test_norm_and_effective_step_of_every_unit():
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn_like(p))
-    norms, steps = weight_norms(model), effective_step(model)
+    norms, steps = v_norms(model), effective_step(model)
     assert (
         list(norms) == list(steps) == ["0.weight", "1.weight", "2.weight_ih_l0", "2.weight_hh_l0"]
     )
@@ -45,7 +45,7 @@ def test_log_scales_masks_and_zero_rows():
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     layer = weight_norm(nn.Linear(2, 3), scale="log", mask=mask)
     v, g = parts(layer)
-    torch.testing.assert_close(weight_norms(layer)["weight"], (v * mask).norm(dim=1))
+    torch.testing.assert_close(v_norms(layer)["weight"], (v * mask).norm(dim=1))
     step = effective_step(layer)["weight"]
     torch.testing.assert_close(step[:2], (g.flatten() / (v * mask).norm(dim=1))[:2])
     assert step[2] == 0
@@ -55,7 +55,7 @@ def test_log_scales_masks_and_zero_rows():
 @pytest.mark.parametrize("flavour", [nn.utils.weight_norm, parametrizations.weight_norm])
 def test_torchs_weight_norm(flavour):
     layer = flavour(nn.Linear(4, 3))
-    torch.testing.assert_close(weight_norms(layer)["weight"], parts(layer).v.norm(dim=1))
+    torch.testing.assert_close(v_norms(layer)["weight"], parts(layer).v.norm(dim=1))
     torch.testing.assert_close(effective_step(layer)["weight"], torch.ones(3))
 
 
@@ -65,12 +65,12 @@ def test_torchs_weight_norm(flavour):
 @every_layer
 def test_one_row_per_output_unit(case):
     layer = case.make()
-    rows, plain = unit_weights(weight_norm(layer)), unit_weights(case.make())
+    rows, plain = weight_rows(weight_norm(layer)), weight_rows(case.make())
     is_lookup = isinstance(layer, (nn.Embedding, nn.EmbeddingBag))  # not a weight by default
     assert {name: x.shape for name, x in rows.items()} == {
         name: x.shape for name, x in plain.items()
     } or (is_lookup and not plain)
-    for name, norm in weight_norms(layer).items():
+    for name, norm in v_norms(layer).items():
         g = effective_step(layer)[name] * norm
         torch.testing.assert_close(rows[name].norm(dim=1), g)
 
@@ -78,7 +78,7 @@ def test_one_row_per_output_unit(case):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_row_is_the_weight_vector_of_its_unit(groups):
     conv = nn.ConvTranspose2d(4, 6, 3, groups=groups, bias=False)
-    rows = unit_weights(weight_norm(conv))["weight"]
+    rows = weight_rows(weight_norm(conv))["weight"]
     for unit in range(6):
         layer = nn.ConvTranspose2d(4, 6, 3, groups=groups, bias=False)
         layer.weight.data.copy_(conv.weight)
@@ -93,7 +93,7 @@ def test_angles_small_and_large(angle, wrapped):
     layer = nn.Linear(2, 2, dtype=torch.float64)
     layer.weight.data = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     layer = weight_norm(layer) if wrapped else layer
-    before = unit_weights(layer)
+    before = weight_rows(layer)
     with torch.no_grad():
         target = parts(layer).v if wrapped else layer.weight
         target[0] = torch.tensor([math.cos(angle), math.sin(angle)])

@@ -3,23 +3,23 @@
 from weightnorm.diagnostics.linter import Finding, check
 from weightnorm.diagnostics.monitor import TrainingMonitor
 from weightnorm.diagnostics.probes import (
-    BatchNoise,
-    batch_noise,
+    BatchStatistics,
+    batch_statistics,
     direction_angle,
     effective_step,
     example_gradients,
     excess_kurtosis,
     gradient_covariance,
     noise_kurtosis,
-    unit_weights,
-    weight_norms,
+    v_norms,
+    weight_rows,
 )
 
 __all__ = [
-    "BatchNoise",
+    "BatchStatistics",
     "Finding",
     "TrainingMonitor",
-    "batch_noise",
+    "batch_statistics",
     "check",
     "direction_angle",
     "effective_step",
@@ -27,6 +27,6 @@ __all__ = [
     "excess_kurtosis",
     "gradient_covariance",
     "noise_kurtosis",
-    "unit_weights",
-    "weight_norms",
+    "v_norms",
+    "weight_rows",
 ]

@@ -23,7 +23,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
-def weight_norms(model: nn.Module) -> dict[str, Tensor]:
+def v_norms(model: nn.Module) -> dict[str, Tensor]:
     """Return ‖v‖ of every unit of every normalized weight, by name.
 
     Under gradient descent it never decreases, and it grows faster with noisier gradients
@@ -38,18 +38,18 @@ def effective_step(model: nn.Module) -> dict[str, Tensor]:
 
     A step with learning rate lr changes the direction of w by about ``lr·|g|·‖M∇w‖/‖v‖²`` radians.
     """
-    norms = weight_norms(model)
+    norms = v_norms(model)
     lengths = {w.path: whole(w.parts().g).flatten().abs() for w in find_normalized(model)}
     return {path: torch.where(norms[path] == 0, 0.0, lengths[path] / norms[path]) for path in norms}
 
 
 @torch.no_grad()
-def unit_weights(model: nn.Module) -> dict[str, Tensor]:
+def weight_rows(model: nn.Module) -> dict[str, Tensor]:
     """Return every weight by name, normalized or not, as a matrix with one row per output unit.
 
     Pass it to ``direction_angle`` later to measure how far each unit's direction has moved.
 
-    >>> unit_weights(nn.ConvTranspose1d(2, 3, 5))["weight"].shape
+    >>> weight_rows(nn.ConvTranspose1d(2, 3, 5))["weight"].shape
     torch.Size([3, 10])
     """
     found = {weight.path: rows_of(weight) for weight in find_normalized(model)}
@@ -63,9 +63,9 @@ def unit_weights(model: nn.Module) -> dict[str, Tensor]:
 def direction_angle(model: nn.Module, since: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the angle in radians between each unit's weight now and earlier; 0 for a zero row.
 
-    `since` is an earlier result of ``unit_weights``.
+    `since` is an earlier result of ``weight_rows``.
     """
-    now = unit_weights(model)
+    now = weight_rows(model)
     return {
         name: angles(whole((unit_vectors(now[name]) - unit_vectors(rows)).norm(dim=1)))
         for name, rows in since.items()
@@ -127,7 +127,7 @@ def gradient_covariance(gradients: Tensor) -> Tensor:
     return torch.einsum("kum,kun->umn", centered, centered) / len(gradients)
 
 
-class BatchNoise(NamedTuple):
+class BatchStatistics(NamedTuple):
     """Batch statistics of each channel: (draws, channels), or a statistic of them, (channels)."""
 
     mean: Tensor
@@ -139,9 +139,9 @@ class BatchNoise(NamedTuple):
 
 
 @torch.no_grad()
-def batch_noise(
+def batch_statistics(
     t: Tensor, batch_size: int, draws: int = 1000, generator: torch.Generator | None = None
-) -> BatchNoise:
+) -> BatchStatistics:
     """Return mean, variance and 1/σ of a pre-activation in `draws` random batches of a size.
 
     t is (examples, channels, …). Costs O(draws · batch_size) rows of (examples, channels).
@@ -151,18 +151,18 @@ def batch_noise(
     rows = torch.randint(len(t), (draws, batch_size), generator=generator).to(t.device)
     mean = first[rows].mean(1)  # (draws, channels)
     variance = (second[rows].mean(1) - mean.square()).clamp_min(torch.finfo(t.dtype).tiny)
-    return BatchNoise(mean, variance, variance.rsqrt())
+    return BatchStatistics(mean, variance, variance.rsqrt())
 
 
 def noise_kurtosis(
     t: Tensor, batch_size: int, draws: int = 1000, generator: torch.Generator | None = None
-) -> BatchNoise:
+) -> BatchStatistics:
     """Return the excess kurtosis of the batch statistics of each channel; 0 for Gaussian noise.
 
     Mean-only batch norm adds only the noise of the batch mean; full batch norm also multiplies by
-    1/σ of the batch (section 4). Batches are drawn as in ``batch_noise``.
+    1/σ of the batch (section 4). Batches are drawn as in ``batch_statistics``.
     """
-    return BatchNoise(*map(excess_kurtosis, batch_noise(t, batch_size, draws, generator)))
+    return BatchStatistics(*map(excess_kurtosis, batch_statistics(t, batch_size, draws, generator)))
 
 
 def excess_kurtosis(x: Tensor) -> Tensor:

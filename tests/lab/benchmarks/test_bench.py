@@ -276,16 +276,8 @@ def test_the_profiler_prints_nothing(tmp_path):
     ]
 
 
-def test_committed_records_are_readable():
-    results = Path(__file__).parents[3] / "docs" / "results"
-    paths = (
-        "bench/result.json",
-        "trials/step.json",
-        "trials/vae-step.json",
-        "draw/step.json",
-    )
-    for record in (load(results / path) for path in paths if (results / path).exists()):
-        assert not record["settings"]["quick"]
-        assert record["benchmarks"]
-        assert len(summary(record).rows) >= (15 if len(record["benchmarks"]) > 5 else 0)
-        assert all(table.rows for table in details(record))
+def test_the_committed_record_is_readable():
+    record = load(Path(__file__).parents[3] / "docs" / "results" / "bench" / "result.json")
+    assert not record["settings"]["quick"]
+    assert len(summary(record).rows) >= 15
+    assert all(table.rows for table in details(record))

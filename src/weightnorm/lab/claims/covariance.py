@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightnorm.diagnostics import example_gradients, gradient_covariance, unit_weights
+from weightnorm.diagnostics import example_gradients, gradient_covariance, weight_rows
 from weightnorm.inspection import find_normalized
 from weightnorm.lab.claims.claim import (
     HOLDS,
@@ -201,7 +201,7 @@ def covariances_in_training(context: Context, how: str, seed: int) -> list[dict[
 
     def measure(step: int) -> None:
         grads = example_gradients(model, F.cross_entropy, x, y)
-        for layer, (name, w) in enumerate(unit_weights(model).items(), 1):
+        for layer, (name, w) in enumerate(weight_rows(model).items(), 1):
             c = gradient_covariance(grads[name][:, :UNITS].double())
             last = step == times[-1]
             row = {"step": step, "layer": layer, **layer_row(c, w[:UNITS].double(), chance, last)}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightnorm.diagnostics import batch_noise, excess_kurtosis
+from weightnorm.diagnostics import batch_statistics, excess_kurtosis
 from weightnorm.lab.claims.claim import (
     HOLDS,
     QUALITATIVELY,
@@ -101,7 +101,7 @@ def tails(context: Context, seed: int) -> dict[str, Any]:
     for index, t in enumerate(layers):
         for batch in BATCHES:
             generator = torch.Generator().manual_seed(seed)
-            for name, noise in batch_noise(t, batch, batches, generator)._asdict().items():
+            for name, noise in batch_statistics(t, batch, batches, generator)._asdict().items():
                 kurtosis[batch][name].append(excess_kurtosis(noise).nanmean().item())
                 if index == len(layers) // 2:
                     histograms[batch][name] = histogram(noise)

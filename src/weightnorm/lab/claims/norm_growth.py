@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightnorm.diagnostics import effective_step, weight_norms
+from weightnorm.diagnostics import effective_step, v_norms
 from weightnorm.inspection import find_normalized
 from weightnorm.lab.claims.claim import (
     FAILS,
@@ -180,7 +180,7 @@ def noise_verdict(faster: list[Interval], smaller: list[Interval]) -> Verdict:
 
 
 def lengths(model: nn.Module) -> Tensor:
-    return torch.cat([*weight_norms(model).values()])
+    return torch.cat([*v_norms(model).values()])
 
 
 def steps_of(model: nn.Module) -> Tensor:

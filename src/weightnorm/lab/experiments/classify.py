@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from weightnorm import Parameterization, data_dependent_init, folded, parameterize
-from weightnorm.diagnostics import effective_step, weight_norms
+from weightnorm.diagnostics import effective_step, v_norms
 from weightnorm.lab.data import cifar10, digits, zca
 from weightnorm.lab.data.labelled import Labelled
 from weightnorm.lab.errors import require
@@ -207,7 +207,7 @@ def evaluate(
 
 def mean_norms(model: nn.Module) -> dict[str, float]:
     """Return mean ‖v‖ and mean effective step g/‖v‖ over all units of normalized weights."""
-    norms, steps = weight_norms(model), effective_step(model)
+    norms, steps = v_norms(model), effective_step(model)
     if not norms:
         return {}
     return {

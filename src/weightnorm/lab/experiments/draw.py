@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from weightnorm import Parameterization, folded, weight_norm_model
-from weightnorm.diagnostics import unit_weights, weight_norms
+from weightnorm.diagnostics import v_norms, weight_rows
 from weightnorm.lab.data import digits, mnist
 from weightnorm.lab.errors import require
 from weightnorm.lab.models.draw import DRAW
@@ -197,9 +197,9 @@ def normalize(model: DRAW, initial_g: str) -> None:
 
 def mean_norms(model: DRAW) -> dict[str, float]:
     """Return mean ‖w‖ over the units of all matrices, and mean ‖v‖ of normalized ones."""
-    weights = unit_weights(model)
+    weights = weight_rows(model)
     means = {"w_norm": torch.cat([w.norm(dim=1) for w in weights.values()]).mean().item()}
-    if norms := weight_norms(model):
+    if norms := v_norms(model):
         means["v_norm"] = torch.cat([*norms.values()]).mean().item()
     return means
 

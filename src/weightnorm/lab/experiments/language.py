@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from weightnorm import Parameterization, WeightNormOptimizer
-from weightnorm.diagnostics import direction_angle, unit_weights
+from weightnorm.diagnostics import direction_angle, weight_rows
 from weightnorm.lab.data import torch_source
 from weightnorm.lab.data.torch_source import Corpus
 from weightnorm.lab.errors import ConfigError, require
@@ -173,7 +173,7 @@ def run(config: Config, console: Console | None = None, corpus: Corpus | None = 
                     optimizer.zero_grad()
                 loss.backward()
                 run.ranks.sum_gradients(model)
-                before = unit_weights(model.blocks) if step + 1 == config.steps else {}
+                before = weight_rows(model.blocks) if step + 1 == config.steps else {}
                 for optimizer in optimizers:
                     optimizer.step()
                 run.add(nats=loss * run.batch, count=len(texts))
@@ -298,7 +298,7 @@ def mean_norms(
 ) -> dict[str, float]:
     """Return means over the units of the blocks' matrices: ‖w‖, the angle of the last step in
     radians, and for weight norm ‖v‖ and g/‖v‖."""
-    norms = torch.cat([w.norm(dim=1) for w in unit_weights(model.blocks).values()])
+    norms = torch.cat([w.norm(dim=1) for w in weight_rows(model.blocks).values()])
     angles = torch.cat([*direction_angle(model.blocks, before).values()])
     means = {"w_norm": norms.mean().item(), "step_angle": angles.mean().item()}
     if isinstance(optimizer, WeightNormOptimizer):

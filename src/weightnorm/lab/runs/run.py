@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from weightnorm.diagnostics import unit_weights
+from weightnorm.diagnostics import weight_rows
 from weightnorm.distributed import RankLost
 from weightnorm.lab.errors import (
     CheckpointError,
@@ -422,7 +422,7 @@ class Run:
 
 def largest_norms(model: object, count: int = 5) -> str:
     """List the weights with the largest norm of a unit, NaNs first."""
-    weights = unit_weights(model) if isinstance(model, nn.Module) else {}
+    weights = weight_rows(model) if isinstance(model, nn.Module) else {}
     norms = {name: w.norm(dim=1).max().item() for name, w in weights.items()}
     names = sorted(norms, key=lambda name: (not math.isnan(norms[name]), -norms[name]))
     return ", ".join(f"{name} {norms[name]:.4g}" for name in names[:count])

@@ -281,7 +281,7 @@ def test_table_shows_every_cell():
     console.print(render(SweepResult(records)))
     rows = [re.split(r"  +", line.strip()) for line in console.file.getvalue().splitlines()[1:]]
     assert rows == [
-        ["standard", "0.001", "0.25 ± –", "1", "best"],
+        ["standard", "0.001", "0.25", "1", "best"],
         ["0.01", "–", "0", "1 diverged"],
         ["weight-norm", "0.001", "0.15 ± 0.071", "2", "best"],
         ["0.01", "–", "0", "1 unfinished"],

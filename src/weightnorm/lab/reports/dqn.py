@@ -149,7 +149,7 @@ def phases(runs: RunGrid) -> Table:
 
 def random_play(runs: RunGrid) -> Stat:
     """Statistics of the score of random play, which runs with the same seed share."""
-    scores = {r.config.get("seed"): final(r, "random_score") for r in finished(runs.records)}
+    scores = {str(r.config.get("seed")): final(r, "random_score") for r in finished(runs.records)}
     return stat(scores.values())
 
 

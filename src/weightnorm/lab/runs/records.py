@@ -109,7 +109,13 @@ def load_record(folder: Path) -> RunRecord:
 
 def by_seed(records: Iterable[RunRecord], metric: str) -> dict[int, float | None]:
     """Return seed → a metric of the result of each finished run, None for one that diverged."""
-    return {r.config.get("seed", i): r.final(metric) for i, r in enumerate(records) if r.finished}
+    results: dict[int, float | None] = {}
+    for i, record in enumerate(records):
+        if record.finished:
+            seed = record.config.get("seed")
+            # A damaged config must not hide a result.
+            results[seed if isinstance(seed, int) else -1 - i] = record.final(metric)
+    return results
 
 
 def find_records(root: Path) -> tuple[list[RunRecord], list[str]]:

@@ -130,8 +130,9 @@ class WeightNormParametrizationList(ParametrizationList):
 def _is_plain(parametrizations: Any) -> bool:
     """Whether the weight is g·v/‖v‖ of two parameters and nothing else.
 
-    False with a further parametrization, a hook, a part that is pruned or otherwise no parameter,
-    and in the replicas of ``nn.DataParallel``: torch's implementation serves them.
+    False with a further parametrization, a hook, another ``forward`` (accelerate's, for offloaded
+    parameters), a part that is pruned or otherwise no parameter, and in the replicas of
+    ``nn.DataParallel``: torch's implementation serves them.
     """
     if type(parametrizations) is not WeightNormParametrizationList:
         return False
@@ -140,7 +141,8 @@ def _is_plain(parametrizations: Any) -> bool:
         return False
     weight_norm: Any = modules["0"]
     return not (
-        parametrizations._forward_pre_hooks
+        "forward" in parametrizations.__dict__
+        or parametrizations._forward_pre_hooks
         or parametrizations._forward_hooks
         or weight_norm._forward_pre_hooks
         or weight_norm._forward_hooks

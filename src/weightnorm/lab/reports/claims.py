@@ -57,7 +57,11 @@ def verdicts(rows: list[Row]) -> Table:
 def measurements(rows: list[Row]) -> Table:
     """Tabulate what was measured for each claim, and the paper's value."""
     fields = ("section", "measured", "value", "paper")
-    cells = tuple((str(row["number"]), *(_text(row, field) for field in fields)) for row in rows)
+    cells = tuple(
+        # One statement to a line: some claims are measured by many numbers.
+        (str(row["number"]), *(_text(row, field).replace("; ", "\n") for field in fields))
+        for row in rows
+    )
     return Table("Measurements", ("claim", *fields), cells, numeric=False)
 
 

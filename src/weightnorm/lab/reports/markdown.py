@@ -34,8 +34,8 @@ def _row(cells: tuple[str, ...]) -> str:
 def _cell(text: str) -> str:
     """Escape a cell; intervals are set in small type, so that tables of ratios fit a screen.
 
-    >>> _cell("1.02 [0.99, 1.05]")
-    '1.02&nbsp;<sub>0.99‑1.05</sub>'
+    >>> _cell("1.02 [0.99, 1.05]\\n2")
+    '1.02&nbsp;<sub>0.99‑1.05</sub><br>2'
     """
 
     def small(match: re.Match[str]) -> str:
@@ -44,4 +44,5 @@ def _cell(text: str) -> str:
         return f"&nbsp;<sub>{match[1]}\N{NON-BREAKING HYPHEN}{match[2]}</sub>"
 
     text = text.replace("|", r"\|").replace("\N{NO-BREAK SPACE}", "&nbsp;")
-    return INTERVAL.sub(small, text).replace(" ± ", "&nbsp;±&nbsp;")
+    text = INTERVAL.sub(small, text).replace(" ± ", "&nbsp;±&nbsp;")
+    return text.replace("\n", "<br>")

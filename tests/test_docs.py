@@ -163,7 +163,7 @@ def test_readme_of_the_package_has_no_relative_links():
     assert not relative.search(unlinked)
     assert "](" not in re.sub(r"\]\(https?:", "", unlinked)
     assert "<img" not in unlinked
-    assert "*Figure, in the repository: Training error on CIFAR-10.*" in unlinked
+    assert "*Figure, in the repository: Final training loss against" in unlinked
     assert "without weight decay.\n" in unlinked  # not "(snippet)"
     assert not re.search(r"\s[.,;:](\s|$)", unlinked)
     address = "https://example.org/weightnorm"

@@ -63,7 +63,7 @@ def batched_weights(model: nn.Module) -> BatchedWeights:
 
 
 class BatchedWeights(AbstractContextManager[None]):
-    """See ``batched_weights``."""
+    """The context manager that ``batched_weights`` returns."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

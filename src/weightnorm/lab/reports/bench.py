@@ -184,7 +184,8 @@ def amount(case: Row, name: str) -> str:
     if case["unit"] == "B":
         return f"{value / 2**20:,.1f} MB"
     if case["unit"] != "s":
-        return f"{value:,.0f} {case['unit']}"
+        count = f"{value:,.0f}" if value == round(value) else f"{value:,.2f}"
+        return f"{count} {case['unit']}"
     rate = f" ({case['examples'] / value:,.0f}/s)" if case["examples"] else ""
     time = f"{1000 * value:,.0f}" if value >= 1 else f"{1000 * value:.3g}"
     return f"{time} ms{rate}"

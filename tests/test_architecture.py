@@ -99,7 +99,8 @@ LIBRARY = {
     "diagnostics": {"diagnostics.linter", "diagnostics.monitor", "diagnostics.probes"},
     "in_place": {"dtensor", "functional", "kernels"},
     "units": {"dtensor", "in_place", "kernels", "torch_private"},
-    "optimizer": {"arguments", "functional", "in_place", "layers", "units"},
+    "optimizer_state": {"in_place"},
+    "optimizer": {"arguments", "functional", "in_place", "layers", "optimizer_state", "units"},
     "parameterizations": {"arguments", "distributed", "mean_only", "reparam"},
 }
 

@@ -25,6 +25,13 @@ from weightnorm import layers
 from weightnorm.arguments import check_dim, check_where
 from weightnorm.functional import Parts, resolve_dim
 from weightnorm.in_place import InPlaceWeight, Retract, initial_norm
+from weightnorm.optimizer_state import (
+    OptimizerState,
+    check_state,
+    packed_state,
+    state_by_parameter,
+    unpack_state,
+)
 from weightnorm.units import Units, units_by_device
 
 Factory = Callable[..., torch.optim.Optimizer]
@@ -401,7 +408,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         ``optimizer.state.clear()`` and assigning an empty dict reset the inner optimizers: moments
         and counts are forgotten, v and g stay. To set it, use ``load_state_dict``.
         """
-        state = _State(self._reset)
+        state = OptimizerState(self._reset)
         if self._stepped or any(o.state for o in self._inner):
             state.update(self._state())
         return state
@@ -424,7 +431,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         found = {weight.weight: weight for weight in self._weights}
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for p in self._parameters():
-            states[p] = _pack(found[p], kept) if p in found else kept.get(p, {})
+            states[p] = packed_state(found[p], kept) if p in found else kept.get(p, {})
         return states
 
     def state_dict(self) -> dict[str, Any]:
@@ -450,14 +457,14 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        saved = _by_parameter(self.param_groups, state_dict)
-        _check_state(self._weights, saved)
+        saved = state_by_parameter(self.param_groups, state_dict)
+        check_state(self._weights, saved)
         self._check_memory()
         inner_state: dict[Tensor, dict[str, Any]] = {}
         found = {weight.weight: weight for weight in self._weights}
         for p, state in saved.items():
             if p in found:
-                _unpack(found[p], state, inner_state)
+                unpack_state(found[p], state, inner_state)
             else:
                 inner_state[p] = state
         loaded = dict(zip(self._slots, state_dict["param_groups"], strict=True))
@@ -494,18 +501,6 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-class _State(dict[nn.Parameter, dict[str, Any]]):
-    """A state by parameter, whose ``clear`` resets the optimizer."""
-
-    def __init__(self, reset: Callable[[], None]) -> None:
-        super().__init__()
-        self._reset = reset
-
-    def clear(self) -> None:
-        super().clear()
-        self._reset()
-
-
 _NOT_COPIED = (
     "step",
     "_units",
@@ -526,86 +521,6 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _pack(weight: InPlaceWeight, kept: dict[Tensor, dict[str, Any]]) -> dict[str, Any]:
-    """A weight's state under flat keys."""
-    state: dict[str, Any] = {}
-    for i, direction in enumerate(weight.directions):
-        prefix = f"block{i}." if len(weight.directions) > 1 else ""
-        state.update({f"{prefix}{k}": v for k, v in kept.get(direction, {}).items()})
-    state.update({f"g.{k}": v for k, v in kept.get(weight.g, {}).items()})
-    state.update({"g": weight.g.detach(), "v_norm": weight.norm})
-    if weight.copy is not None:
-        state["float32"] = weight.copy.detach()
-    return state
-
-
-def _unpack(
-    weight: InPlaceWeight, state: dict[str, Any], kept: dict[Tensor, dict[str, Any]]
-) -> None:
-    weight.g.detach().copy_(state["g"])
-    weight.norm.copy_(state["v_norm"])
-    if weight.copy is not None:
-        # The state of a run in float32 has no copy; the weight itself is loaded with the model.
-        weight.copy.detach().copy_(state.get("float32", weight.weight.detach()))
-    kept[weight.g] = {k[2:]: v for k, v in state.items() if k.startswith("g.")}
-    if len(weight.directions) == 1:
-        own = {k: v for k, v in state.items() if not k.startswith("g.")}
-        for key in ("g", "v_norm", "float32"):
-            own.pop(key, None)
-        kept[weight.directions[0]] = own
-        return
-    for i, direction in enumerate(weight.directions):
-        prefix = f"block{i}."
-        kept[direction] = {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
-
-
-def _by_parameter(
-    groups: list[dict[str, Any]], state_dict: dict[str, Any]
-) -> dict[nn.Parameter, dict[str, Any]]:
-    """The saved state of each parameter, with torch's checks and words."""
-    saved = state_dict["param_groups"]
-    if len(saved) != len(groups):
-        raise ValueError(
-            f"loaded state dict has {len(saved)} parameter groups, expected {len(groups)}"
-        )
-    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
-        raise ValueError(
-            "loaded state dict contains a parameter group that doesn't match the size of "
-            "optimizer's group"
-        )
-    if ["weight_decay_on_w" in g for g in saved] != ["weight_decay_on_w" in g for g in groups]:
-        raise ValueError(
-            'one of the loaded state dict and this optimizer has weight_decay_on="w", the other '
-            "has not; build the optimizer as it was when the state was saved"
-        )
-    keys = (key for group in saved for key in group["params"])
-    params = (p for group in groups for p in group["params"])
-    found = ((p, state_dict["state"].get(key)) for p, key in zip(params, keys, strict=True))
-    return {p: state for p, state in found if state}
-
-
-def _check_state(weights: list[InPlaceWeight], saved: dict[Any, dict[str, Any]]) -> None:
-    """Refuse the state of other weights before anything is changed."""
-    expected = {weight.weight: weight for weight in weights}
-    for p, state in saved.items():
-        if (weight := expected.get(p)) is None:
-            if "v_norm" in state:
-                raise ValueError(
-                    f"the state has g for a parameter of shape {tuple(p.shape)} that is not "
-                    "normalized here; expected one of a WeightNormOptimizer with the same weights"
-                )
-            continue
-        if "v_norm" not in state:
-            raise ValueError(
-                f"the state has no g for {weight.name}; expected one of a WeightNormOptimizer with "
-                "the same weights. To start from a trained model, build the optimizer on it"
-            )
-        for key in ("g", "v_norm"):
-            if state[key].shape != weight.g.shape:
-                got, shape = tuple(state[key].shape), tuple(weight.g.shape)
-                raise ValueError(f"{weight.name}: the state's {key} is {got}, expected {shape}")
 
 
 def _check_factory(argument: str, factory: object, *, optional: bool) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from threads import in_threads
@@ -396,6 +396,17 @@ def test_removal_inside_the_block_gives_every_weight_its_own_memory():
     first, second = (layer.weight.untyped_storage() for layer in model)
     assert first.data_ptr() != second.data_ptr()
     assert first.nbytes() == 9 * 4
+
+
+def test_a_pruned_weight_is_not_batched():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    weight_norm_model(model)
+    batched = batched_weights(model)
+    for layer in model[:2]:
+        prune.l1_unstructured(layer.parametrizations.weight, "original1", 0.5)
+        with batched, batched_weights(model):
+            y = model(torch.ones(1, 3))
+        torch.testing.assert_close(y, model(torch.ones(1, 3)))
 
 
 def test_activation_checkpointing_with_the_backward_pass_inside():

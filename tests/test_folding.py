@@ -407,6 +407,36 @@ def test_a_model_that_is_cast_inside_the_block_stays_cast(normalize):
     torch.testing.assert_close(model(x.double()).float(), expected)
 
 
+def test_a_cast_inside_the_block_takes_masks_and_gradients_along():
+    layer = weight_norm(nn.Linear(3, 2), mask=torch.ones(2, 3))
+    layer(torch.ones(1, 3)).sum().backward()
+    with folded(layer):
+        layer.double()
+    layer(torch.ones(1, 3, dtype=torch.float64))
+    assert {p.grad.dtype for p in layer.parameters()} == {torch.float64}
+
+
+def test_parts_of_different_types_keep_them():
+    layer = weight_norm(nn.Linear(3, 2).bfloat16())
+    wide = nn.Parameter(parts(layer).g.float() * 1.0001)
+    layer.parametrizations.weight.original0 = wide
+    before = wide.detach().clone()
+    with folded(layer):
+        pass
+    assert torch.equal(parts(layer).g, before)
+
+
+def test_a_move_inside_the_block_restores_every_layer():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    weight_norm_model(model)
+    with folded(model):
+        model[1].to("meta")
+    assert all(map(is_weight_normed, model))
+    assert parts(model[1]).v.is_meta
+    with folded(model[0]):
+        pass
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_models_with_a_scripted_part():
     scripted = torch.jit.script(nn.Linear(3, 3))

@@ -230,3 +230,15 @@ def test_low_rank_norm_builds_no_matrix_of_the_size_of_w(monkeypatch):
 def test_low_rank_norm_wrong_shapes_raise(shapes):
     with pytest.raises(ValueError, match=r"expected \(out, in\), \(rank, in\), \(out, rank\)"):
         row_norm_low_rank(*map(torch.ones, shapes))
+
+
+def test_low_rank_row_norms_are_exact_under_autocast_and_in_mixed_types():
+    torch.manual_seed(0)
+    A, B = torch.randn(4, 512), torch.randn(64, 4)
+    W = 0.02 * torch.randn(64, 512) - B @ A
+    expected = (W.double() + B.double() @ A.double()).norm(dim=1, keepdim=True).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = row_norm_low_rank(W, A, B)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
+    mixed = row_norm_low_rank(W.double(), A, B)
+    assert mixed.dtype == torch.float64

@@ -915,3 +915,10 @@ def test_decay_of_a_log_scale_to_nothing_is_refused():
 def test_lbfgs_with_normalized_updates_is_refused():
     with pytest.raises(ValueError, match="LBFGS"):
         WeightNormOptimizer(network(), torch.optim.LBFGS, normalize_update=True)
+
+
+def test_a_copy_of_the_state_is_a_plain_dict():
+    (model, optimizer), _ = both(torch.optim.Adam, lr=0.01)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert type(copy.copy(optimizer.state)) is dict

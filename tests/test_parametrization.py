@@ -349,6 +349,28 @@ def test_reset_parameters_may_fill_all_parameters_or_a_part():
     assert recurrent.weight_ih_l0.abs().max() <= 0.5001
 
 
+def test_reset_parameters_with_another_parametrized_tensor():
+    layer = weight_norm(nn.Linear(2, 3))
+    parametrize.register_parametrization(layer, "bias", Twice())
+    with torch.no_grad():
+        layer.parametrizations.bias.original.fill_(9)
+    layer.reset_parameters()
+    assert layer.bias.abs().max() <= 2**-0.5
+
+
+def test_reset_parameters_of_a_frozen_layer_that_adds_a_module():
+    class Adding(nn.Linear):
+        def reset_parameters(self):
+            super().reset_parameters()
+            self.trained, self.child = self.weight.requires_grad, nn.Linear(1, 1)
+
+    layer = weight_norm(Adding(2, 3)).requires_grad_(False)
+    del layer.child
+    layer.reset_parameters()
+    assert not layer.trained
+    assert isinstance(layer.child, nn.Linear)
+
+
 def test_a_second_parametrization_is_inverted():
     layer = weight_norm(nn.Linear(2, 3))
     parametrize.register_parametrization(layer, "weight", Twice())

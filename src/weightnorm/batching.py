@@ -19,9 +19,9 @@ from weightnorm.dtensor import is_sharded
 from weightnorm.inspection import NormalizedWeight, find_normalized
 from weightnorm.parametrization import (
     WeightNorm,
-    WeightNormParametrizationList,
     cache_weight,
     cached_weights,
+    is_plain,
     read_cached,
 )
 
@@ -154,7 +154,7 @@ class _Batch:
             if (
                 registered is None
                 or registered._modules.get(weight.name) is not parametrizations
-                or len(parametrizations._modules) > 1
+                or not is_plain(parametrizations)
                 or _tensor_types(parametrizations) != self.key
             ):
                 return False
@@ -197,8 +197,7 @@ def _is_batchable(weight: NormalizedWeight) -> bool:
     weight_norm, parametrizations = weight.parametrization, weight.parametrizations
     return (
         isinstance(weight_norm, WeightNorm)
-        and isinstance(parametrizations, WeightNormParametrizationList)
-        and len(parametrizations) == 1
+        and is_plain(parametrizations)
         and weight_norm.mask is None
         and weight_norm.dim is not None
     )

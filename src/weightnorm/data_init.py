@@ -19,7 +19,9 @@ Note [what is reported was measured]
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -105,8 +107,7 @@ def data_dependent_init(
     initializer = _Initializer(model, target_std, group)
     buffers = _Buffers(model)
     try:
-        # In eager mode: hooks do not run in a model that is compiled already.
-        with initializer, torch.compiler.set_stance("force_eager"):
+        with initializer, _uncompiled():
             (model if forward is None else forward)(*batch)
     except _NonFinite as error:
         _restore(initializer.backups)
@@ -123,6 +124,14 @@ def data_dependent_init(
         buffers.restore()
     rows = initializer.rows
     return InitReport((*rows.values(), *_not_run(model, rows)))
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled models in eager mode, in all threads: their compiled code runs no hooks."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes a second
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 class _Buffers:

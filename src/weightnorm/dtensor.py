@@ -8,10 +8,8 @@ as long as nothing else has imported it, no tensor is a DTensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor, nn
 
 
@@ -23,25 +21,9 @@ def is_sharded(x: object) -> TypeGuard[Any]:
     return tensor is not None and isinstance(x, tensor.DTensor)
 
 
-def has_whole_rows(x: Tensor) -> bool:
-    """Return whether every row (index along axis 0) lies entirely on one rank."""
-    return not is_sharded(x) or all(p.is_replicate() or p.is_shard(0) for p in x.placements)
-
-
 def local(x: Tensor) -> Tensor:
     """Return this rank's shard, sharing memory. It may be empty."""
     return x.to_local() if is_sharded(x) else x
-
-
-def spread_like(shard: Tensor, other: Tensor, shape: Sequence[int]) -> Tensor:
-    """Build the tensor of this shape from every rank's shard, with the placements of `other`."""
-    if not is_sharded(other):
-        return shard
-    strides = torch.empty(tuple(shape), device="meta").stride()
-    built: Tensor = type(other).from_local(
-        shard, other.device_mesh, other.placements, run_check=False, shape=shape, stride=strides
-    )
-    return built
 
 
 def gathered(x: Tensor) -> Tensor:

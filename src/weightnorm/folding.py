@@ -121,11 +121,15 @@ def folded(model: M, *, include_torch: bool = True) -> Iterator[M]:
             _unfold(modules)
 
 
+_Move = Callable[[], object]
+"""Moves v and g to the device and type that the plain weight was moved to inside the block."""
+
+
 @dataclass
 class _Fold:
     """A module whose weights are folded now, by one or several blocks."""
 
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: list[Callable[[], list[_Move]]] = field(default_factory=list)
     blocks: int = 0
 
 
@@ -149,13 +153,16 @@ def _fold(model: nn.Module, include_torch: bool) -> list[nn.Module]:
 
 def _unfold(modules: list[nn.Module]) -> None:
     """Restore v and g of the modules that no other block has folded."""
+    moves: list[_Move] = []
     for module in reversed(modules):
         fold = _FOLDS[module]
         fold.blocks -= 1
         if not fold.blocks:
             del _FOLDS[module]
             for undo in reversed(fold.undo):
-                undo()
+                moves += undo()
+    for move in moves:  # last, since it may run out of memory
+        move()
 
 
 def refuse_folded(module: nn.Module, action: str) -> None:
@@ -169,7 +176,7 @@ def refuse_folded(module: nn.Module, action: str) -> None:
 
 def _replace_by_parameters(
     found: list[NormalizedWeight], *, trainable: bool
-) -> list[tuple[nn.Module, Callable[[], None]]]:
+) -> list[tuple[nn.Module, Callable[[], list[_Move]]]]:
     """Replace normalized weights by parameters of the same value; return how to undo each."""
     tied: dict[Hashable, nn.Parameter] = {}
     # All are computed before any is replaced: this may run out of memory. Not from a cache of
@@ -180,7 +187,7 @@ def _replace_by_parameters(
             if weight.identity not in tied:
                 grad = trainable and (v.requires_grad or g.requires_grad)
                 tied[weight.identity] = nn.Parameter(weight.weight(), requires_grad=grad)
-    undos: list[tuple[nn.Module, Callable[[], None]]] = []
+    undos: list[tuple[nn.Module, Callable[[], list[_Move]]]] = []
     for module, group in groupby(found, key=lambda weight: weight.module):
         weights = list(group)
         parametrized: dict[str, nn.Parameter] = {}
@@ -188,19 +195,25 @@ def _replace_by_parameters(
         for weight in weights:
             parameter = tied[weight.identity]
             (hooked if weight.parametrization is None else parametrized)[weight.name] = parameter
+        before = [(tied[weight.identity].dtype, tied[weight.identity].device) for weight in weights]
         steps = [unparametrize(module, parametrized)] if parametrized else []
         steps += [remove_torch_hook(module, name, w) for name, w in hooked.items()]
-        undos.append((module, partial(_undo, weights, steps)))
+        undos.append((module, partial(_undo, weights, before, steps)))
     return undos
 
 
-def _undo(weights: list[NormalizedWeight], steps: list[Callable[[], None]]) -> None:
-    """Restore v and g, on the device and in the type that the plain weights have now."""
+def _undo(
+    weights: list[NormalizedWeight],
+    before: list[tuple[torch.dtype, torch.device]],
+    steps: list[Callable[[], None]],
+) -> list[_Move]:
+    """Restore v and g; return the moves of those whose plain weight was cast or moved."""
     plain = [weight.module._parameters[weight.name] for weight in weights]
     for step in reversed(steps):
         step()
-    for weight, parameter in zip(weights, plain, strict=True):
-        assert parameter is not None
-        for part in weight.stored:
-            if part.dtype != parameter.dtype or part.device != parameter.device:
-                part.data = part.data.to(parameter)
+    moves: list[_Move] = []
+    for weight, was, now in zip(weights, before, plain, strict=True):
+        if now is not None and (now.dtype, now.device) != was:
+            moved = weight.module if weight.parametrization is None else weight.parametrizations
+            moves.append(partial(moved.to, now.device, now.dtype))
+    return moves

@@ -9,6 +9,7 @@ v and g are passed by keyword: torch's parametrization stores them in the order 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -170,9 +171,11 @@ def row_norm_low_rank(W: Tensor, A: Tensor, B: Tensor, s: float | Tensor = 1.0) 
             f"got W {tuple(W.shape)}, A {tuple(A.shape)}, B {tuple(B.shape)}; "
             "expected (out, in), (rank, in), (out, rank)"
         )
-    W, A, B = (x.to(kernels.wide_dtype(x.dtype)) for x in (W, A, B))
-    cross = ((W @ A.T) * B).sum(1, keepdim=True)
-    square = ((B @ (A @ A.T)) * B).sum(1, keepdim=True)
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (W, A, B)), torch.float32)
+    W, A, B = (x.to(dtype) for x in (W, A, B))
+    with kernels.no_autocast(W):
+        cross = ((W @ A.T) * B).sum(1, keepdim=True)
+        square = ((B @ (A @ A.T)) * B).sum(1, keepdim=True)
     if W.requires_grad or not kernels.is_eager(W):
         own = W.square().sum(1, keepdim=True)
     else:  # no temporary; but its second derivative is wrong where a row of W is 0

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -90,6 +90,14 @@ def _as_units(g: Tensor, blocks: Tensor) -> Tensor:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Norms are taken in float32 or wider, whatever the weight's own type."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Compute in the tensors' own types: autocast would round sums and products of matrices."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def block_norm(blocks: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ import copy
 import math
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from inspect import cleandoc
 from typing import Any
 
@@ -27,7 +26,7 @@ from weightnorm import layers
 from weightnorm.arguments import check_module
 from weightnorm.distributed import Group, mean_over_ranks
 from weightnorm.dtensor import is_sharded
-from weightnorm.kernels import wide_dtype
+from weightnorm.kernels import no_autocast, wide_dtype
 from weightnorm.output_sums import Axis, output_axes, sum_outputs
 from weightnorm.torch_private import (
     BatchNormBase,
@@ -201,7 +200,7 @@ class Centered(nn.Module):
                 # Without b: its gradient through the layer would be 0.
                 t = layers.linear_map(layer, x, weight=weight, bias=None)
                 return self._center_outputs(t, None, in_place=True)
-            with _no_autocast(x):
+            with no_autocast(x):
                 total = sum_outputs(layer, x, weight, axes)
             mean = norm.observe(total, _output_count(layer, x, axes))
         return layers.linear_map(layer, x, weight=weight, bias=self._shift(mean))
@@ -352,14 +351,6 @@ def _input_is_smaller(layer: nn.Module, x: Tensor, axes: list[Axis]) -> bool:
     twice and written, its gradient is read twice and a centred copy written.
     """
     return x.numel() <= 2 * unit_count(layer) * _output_count(layer, x, axes)
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Compute in the tensors' own types: autocast would round the sums."""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
 
 
 def _is_recomputed() -> bool:

@@ -21,6 +21,10 @@ class OptimizerState(dict[nn.Parameter, dict[str, Any]]):
         super().__init__()
         self._reset = reset
 
+    def __reduce__(self) -> Any:
+        """A copy or pickle is a plain dict: it has no optimizer to reset."""
+        return dict, (dict(self),)
+
     def clear(self) -> None:
         super().clear()
         self._reset()

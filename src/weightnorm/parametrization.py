@@ -110,7 +110,7 @@ class WeightNormParametrizationList(ParametrizationList):
     original1: Tensor
 
     def forward(self) -> Tensor:
-        return _compute(self) if _is_plain(self) else super().forward()
+        return _compute(self) if is_plain(self) else super().forward()
 
     @torch.no_grad()
     def right_inverse(self, value: Tensor) -> None:
@@ -127,7 +127,7 @@ class WeightNormParametrizationList(ParametrizationList):
             original.copy_(placed_like(value, original))
 
 
-def _is_plain(parametrizations: Any) -> bool:
+def is_plain(parametrizations: Any) -> bool:
     """Whether the weight is g·v/‖v‖ of two parameters and nothing else.
 
     False with a further parametrization, a hook, another ``forward`` (accelerate's, for offloaded
@@ -150,7 +150,7 @@ def _is_plain(parametrizations: Any) -> bool:
 
 
 def _compute(parametrizations: Any) -> Tensor:
-    """Compute a weight that `_is_plain`."""
+    """Compute a weight that `is_plain`."""
     parameters = parametrizations._parameters
     w: Tensor = parametrizations._modules["0"].forward(
         parameters["original0"], parameters["original1"]
@@ -380,12 +380,20 @@ _CELL_AND_ATTENTION_WEIGHTS = (
 
 def _set_parameters(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
     """Register parameters in the order of a plain layer: weights before biases."""
+    ordered = _ordered_parameters(module, weights)
+    module._parameters.clear()
+    module._parameters.update(ordered)
+    refresh_recurrent(module)
+
+
+def _ordered_parameters(
+    module: nn.Module, weights: Mapping[str, nn.Parameter]
+) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of a module and the weights, in the order of a plain layer."""
     parameters = {**weights, **module._parameters}
     ordered = getattr(module, "_flat_weights_names", _CELL_AND_ATTENTION_WEIGHTS)
     first = [name for name in ordered if name in parameters]
-    module._parameters.clear()
-    module._parameters.update({name: parameters[name] for name in [*first, *parameters]})
-    refresh_recurrent(module)
+    return {name: parameters[name] for name in [*first, *parameters]}
 
 
 def _restore_entries(now: dict[Any, Any], before: dict[Any, Any], keys: list[Any]) -> None:
@@ -432,7 +440,7 @@ def _fast_property(name: str, torchs: property) -> property:
         if parametrize._cache_enabled:
             return torchs.fget(module)  # type: ignore[misc]
         parametrizations = module._modules["parametrizations"]._modules[name]  # type: ignore
-        if not _is_plain(parametrizations):
+        if not is_plain(parametrizations):
             return torchs.fget(module)  # type: ignore[misc]
         if getattr(_THREAD, "weights", _INACTIVE) is not _INACTIVE:
             return _read_through_cache(parametrizations)
@@ -469,31 +477,41 @@ def reset_through_parts(method: str) -> Callable[[nn.Module], None]:
     """
 
     def reset(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        lists = {
-            name: parametrizations
-            for name, parametrizations in parametrizations_of(module).items()
-            if isinstance(parametrizations, WeightNormParametrizationList)
-        }
+        lists = dict(parametrizations_of(module).items())
         plain = _plain_class(module)
         layer = plain.__new__(plain)
         layer.__dict__.update(module.__dict__)
         children = {k: child for k, child in module._modules.items() if k != "parametrizations"}
-        layer.__dict__.update(_parameters=dict(module._parameters), _modules=children)
         with torch.no_grad():
-            weights = {name: nn.Parameter(getattr(module, name).clone()) for name in lists}
-        _set_parameters(layer, weights)
+            weights = {
+                name: nn.Parameter(getattr(module, name).clone(), _is_trained(parametrizations))
+                for name, parametrizations in lists.items()
+            }
+        layer.__dict__.update(_parameters=_ordered_parameters(module, weights), _modules=children)
+        if isinstance(module, nn.RNNBase):  # without moving its weights into one piece of memory
+            named = layer._parameters
+            layer.__dict__["_flat_weights"] = [named[name] for name in module._flat_weights_names]
         before = dict(layer.__dict__)
+        values = {name: weight.detach().clone() for name, weight in weights.items()}
         getattr(plain, method)(layer, *args, **kwargs)
         for key, value in layer.__dict__.items():  # what it has assigned
             if key not in before or before[key] is not value:
                 module.__dict__[key] = value
+        module._modules.update(children)
         for name, parameter in layer._parameters.items():
-            if name in lists:
+            if isinstance(lists.get(name), WeightNormParametrizationList):
                 lists[name].right_inverse(parameter)
-            else:
+            elif name not in lists:
                 module._parameters[name] = parameter
+            elif not torch.equal(parameter, values[name]):
+                setattr(module, name, parameter.detach())  # another parametrization inverts it
 
     return reset
+
+
+def _is_trained(parametrizations: Any) -> bool:
+    """Whether gradients reach the originals of a parametrized tensor."""
+    return any(original.requires_grad for original in parametrizations.parameters(recurse=False))
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

@@ -276,6 +276,7 @@ class _Plan:
         weight_norm = WeightNorm(
             dim, groups=groups, scale=options.scale, mask=mask, eps=options.eps
         ).to(self.weight.device)
+        order = dict(self.module._parameters)
         registered = parametrization.register(self.module, self.name, weight_norm)
         try:
             if g is not None:
@@ -283,7 +284,7 @@ class _Plan:
                     registered.original0.copy_(weight_norm.stored(g.to(registered.original0)))
             registered.original0.requires_grad_(options.train_g and self.weight.requires_grad)
         except BaseException:
-            parametrization.unparametrize(self.module, {self.name: self.weight})
+            parametrization.unregister(self.module, self.name, order)
             raise
         return registered
 

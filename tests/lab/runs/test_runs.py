@@ -472,17 +472,6 @@ def test_steps_are_saved_as_often_as_asked(tmp_path, monkeypatch):
         assert [list(this.steps(5)) for _ in this.epochs(2)] == [[3, 4]]
 
 
-@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the CPU cannot flush denormals")
-def test_denormal_numbers_are_zero_inside_a_run(tmp_path):
-    def tiny_product():
-        return (torch.tensor([1e-30]) * 1e-10).item()
-
-    assert tiny_product() != 0
-    with Run("classify", config(tmp_path), classify.PRESETS):
-        assert tiny_product() == 0
-    assert tiny_product() != 0
-
-
 def test_a_signal_in_the_last_step_stops_after_the_evaluation(tmp_path):
     def two_epochs():
         with Run("classify", config(tmp_path, checkpoint_seconds=0.0), classify.PRESETS) as this:

@@ -35,6 +35,11 @@ def test_lowest_mean_without_divergence(results, best):
     assert best_learning_rate(mirrored, highest=True) == best
 
 
+def test_a_diverged_rate_does_not_narrow_the_comparison_of_the_others():
+    grid = {0.1: {1: 0.2, 2: 0.6}, 0.3: {1: 0.3, 2: 0.3}, 1.0: {1: 5.0, 2: None}}
+    assert best_learning_rate(grid) == 0.3
+
+
 def test_rates_without_a_common_seed_are_compared_by_their_means():
     assert best_learning_rate({0.1: {1: 0.2}, 0.01: {2: 0.1}}) == 0.01
 

@@ -24,7 +24,7 @@ class SweepOptions:
     seeds: tuple[int, ...] = (1,)
     """Seeds."""
     jobs: int = 1
-    """Runs at a time on this machine; its threads are split between them."""
+    """Runs at a time, here or on each machine of the cluster; threads are split between them."""
     cluster: str | None = None
     """Run on this Ray cluster instead: an address, or auto. The runs folder must be shared."""
     metric: str | None = None

@@ -331,6 +331,12 @@ def record_corpus(corpus: Corpus, run: Run) -> None:
         write_json(path, facts)
     run.ranks.gather(None, "the record of the corpus")
     known = read_json(path)
+    if known != facts and known.get("torch") == facts["torch"]:
+        raise ConfigError(
+            f"{run.folder} was started with other files of torch {corpus.version}: SHA-256 "
+            f"{known.get('sha256')}, now {corpus.digest}. Resume it with the same installation, or "
+            "choose another --runs folder"
+        )
     if known != facts:
         raise ConfigError(
             f"{run.folder} was started with the source of torch {known.get('torch')}; this is "

@@ -148,6 +148,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
 
         model = build(config, train.shape[-1]).to(run.device)
         chosen = run.ranks.share(torch.randperm(len(train))[: config.init_examples])
+        run.seed_by_rank()
         examples = to_input(train[chosen.to(run.device)], config)
         data_dependent_init(model, examples, target_std=model.target_std, group=run.ranks.group)
         network = torch.compile(model) if config.compile else model

@@ -19,7 +19,8 @@ class Pixels(nn.Module):
     """Scales uint8 pixels to [0, 1], in channels-last layout, where convolutions are fastest."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.float().contiguous(memory_format=torch.channels_last).mul_(1 / 255)
+        scaled = x.to(torch.float32, copy=True, memory_format=torch.channels_last)
+        return scaled.mul_(1 / 255)
 
 
 class QNetwork(nn.Sequential):

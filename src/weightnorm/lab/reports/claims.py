@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -58,8 +59,7 @@ def measurements(rows: list[Row]) -> Table:
     """Tabulate what was measured for each claim, and the paper's value."""
     fields = ("section", "measured", "value", "paper")
     cells = tuple(
-        # One statement to a line: some claims are measured by many numbers.
-        (str(row["number"]), *(_text(row, field).replace("; ", "\n") for field in fields))
+        (str(row["number"]), *(_lines(row) if f == "value" else _text(row, f) for f in fields))
         for row in rows
     )
     return Table("Measurements", ("claim", *fields), cells, numeric=False)
@@ -87,6 +87,15 @@ def newest(record: RunRecord) -> list[Row]:
     """Return the last row of each claim, by number."""
     rows = {row["number"]: row for row in record.metrics if isinstance(row.get("number"), int)}
     return [rows[number] for number in sorted(rows)]
+
+
+def _lines(row: Row) -> str:
+    """Return the value with one statement to a line: some claims are measured by many numbers.
+
+    >>> _lines({"value": "a 1 (n = 2; best); b 2"})
+    'a 1 (n = 2; best)\\nb 2'
+    """
+    return re.sub(r"; (?![^()]*\))", "\n", _text(row, "value"))
 
 
 def _text(row: Row, field: str) -> str:

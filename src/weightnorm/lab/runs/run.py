@@ -122,9 +122,6 @@ class Run:
             for which in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[which] = signal.signal(which, self._on_signal)
             keep_freed_memory()
-            # Tails of activations underflow, and a CPU takes a hundred times as long for numbers
-            # below the smallest normal one: a tenth of a step of the language model.
-            torch.set_flush_denormal(True)
             torch.manual_seed(self.config.seed)
         except BaseException as error:
             self._close()
@@ -190,7 +187,6 @@ class Run:
         self._handlers.clear()
         if self._lock is not None:
             self._lock.close()
-        torch.set_flush_denormal(False)
         self.ranks.leave()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -209,6 +205,11 @@ class Run:
             raise Diverged(f"{message}. Delete {self.folder} to run it again")
         return record if record.finished else None
 
+    def seed_by_rank(self) -> None:
+        """Let ranks, which start with the same weights, draw different noise from here on."""
+        if self.ranks.rank:
+            torch.manual_seed(self.config.seed + 1_000_003 * self.ranks.rank)
+
     def restore(self, **stateful: Any) -> bool:
         """Register what a checkpoint holds, and load the latest one. False if there is none.
 
@@ -219,8 +220,8 @@ class Run:
         state = load_checkpoint(self.checkpoint)
         if state is not None:
             self._load(state)
-        elif self.ranks.rank:  # ranks start with the same weights but draw different noise
-            torch.manual_seed(self.config.seed + 1_000_003 * self.ranks.rank)
+        else:
+            self.seed_by_rank()
         self._savable = True
         if self.ranks.first:
             session = {**environment(self.device, self.ranks.world), "epoch": self.epoch}
@@ -333,7 +334,7 @@ class Run:
     def parts(self, items: Sequence[T], name: str) -> Iterator[T]:
         """Iterate over work that follows the last epoch, with progress.
 
-        A signal stops it between two items; the same command then repeats all of it.
+        With one rank, a signal stops it between two items; the same command then repeats all of it.
         """
         if self._progress is not None:
             self._progress.start_part(name, len(items))

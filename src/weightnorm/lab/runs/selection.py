@@ -33,11 +33,13 @@ def best_learning_rate(results: Mapping[float, Results], highest: bool = False) 
         for rate, by_seed in results.items()
     }
     numbers = {rate: by_seed for rate, by_seed in numbers.items() if by_seed}
-    common = set.intersection(*map(set, numbers.values())) if numbers else set()
+    whole = [set(x) for rate, x in numbers.items() if len(x) == len(results[rate])]
+    common = set.intersection(*(whole or map(set, numbers.values()))) if numbers else set()
 
     def order(rate: float) -> tuple[bool, float, int, float]:
         found = numbers[rate]
-        mean = fmean(value for seed, value in found.items() if seed in common or not common)
+        values = [value for seed, value in found.items() if seed in common]
+        mean = fmean(values or found.values())
         return len(found) < len(results[rate]), -mean if highest else mean, -len(found), rate
 
     return min(numbers, key=order, default=None)

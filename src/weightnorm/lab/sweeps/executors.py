@@ -227,6 +227,7 @@ class RayExecutor(Executor):
         sizes = [int(node["Resources"].get("CPU", 0)) for node in self.ray.nodes() if node["Alive"]]
         smallest = min(filter(None, sizes), default=1)
         self.threads = max(1, smallest // jobs)
+        self.reserved = max(1, -(-smallest // jobs))  # whole CPUs, so at most `jobs` runs fit
         # Pickled by value: the worker process only waits and need not import torch.
         self.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         self.remote = self.ray.remote(max_retries=1)(run_on_worker)
@@ -246,7 +247,7 @@ class RayExecutor(Executor):
 
     def start(self, job: Job) -> Task:
         gpus = float(job.config.device.startswith("cuda"))
-        remote = self.remote.options(name=job.label, num_cpus=self.threads, num_gpus=gpus)
+        remote = self.remote.options(name=job.label, num_cpus=self.reserved, num_gpus=gpus)
         size = job.log.stat().st_size if job.log.exists() else 0
         reference = remote.remote(job.words, sys.executable, job.log, self.threads)
         return RayTask(self.ray, reference, job.log, size)

@@ -113,7 +113,9 @@ const open = (page, width) => new Promise(done => {{
 const search = open({json.dumps(query)}, {WIDE});
 Promise.all({json.dumps(frames)}.map(x => open(...x))).then(async all => {{
   const [,, results] = await search;
-  while (!results.querySelector("ul.search a")) await new Promise(f => setTimeout(f, 50));
+  // Results appear one after the other.
+  const reference = () => results.querySelector('ul.search a[href*="api/weightnorm"]');
+  for (let i = 0; i < 100 && !reference(); i++) await new Promise(f => setTimeout(f, 50));
   document.title = JSON.stringify({{
     widths: all.map(([page, width, d]) => [page, width, d.documentElement.scrollWidth]),
     images: all.flatMap(([page, , d]) =>

@@ -95,7 +95,7 @@ class InPlaceWeight:
 
     def _directions(self) -> list[nn.Parameter]:
         """The parameters that the inner optimizer moves in place of the weight."""
-        stored = self.weight if self.copy is None else self.copy
+        stored = self.master
         if not self.blocks or (self.blocks == 1 and stored.ndim == 2):
             return [stored]
         if self.blocks > 1 and is_sharded(stored):
@@ -132,11 +132,11 @@ class InPlaceWeight:
             or self.copy.dtype != wide_dtype(self.weight.dtype)
         ):
             self.copy.data = self.weight.detach().to(wide_dtype(self.weight.dtype))
-        stored = local((self.weight if self.copy is None else self.copy).detach())
+        stored = local(self.master.detach())
         if self.directions[0] is not self.weight and self.directions[0] is not self.copy:
             for matrix, memory in zip(
                 self.directions,
-                self._matrices((self.weight if self.copy is None else self.copy).detach()),
+                self._matrices(self.master.detach()),
                 strict=True,
             ):
                 set_data(matrix, local(memory))
@@ -149,6 +149,11 @@ class InPlaceWeight:
             kept[0] = self.groups
         self.kept = torch.Size(kept)
         self.count = self.kept.numel()
+
+    @property
+    def master(self) -> nn.Parameter:
+        """The weight in float32 or wider: itself, or its copy if it is bfloat16 or float16."""
+        return self.weight if self.copy is None else self.copy
 
     def fan_in(self) -> int:
         """Elements per unit; 1 if there are none."""
@@ -297,7 +302,7 @@ class InPlaceWeight:
     def parts(self, log: bool) -> Parts:
         """v and g as new tensors."""
         self.read_copy()
-        stored = (self.weight if self.copy is None else self.copy).detach()
+        stored = self.master.detach()
         g = self.g.detach().exp() if log else self.g.detach().clone()
         column, norm = (local(t).reshape(-1, 1) for t in (g, self.norm))
         length = self._norm()

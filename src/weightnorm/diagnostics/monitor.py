@@ -115,8 +115,7 @@ class TrainingMonitor:
         if isinstance(self._optimizer, WeightNormOptimizer):
             parts = self._optimizer.parts().values()
             for plain, (_, g) in zip(self._optimizer._weights, parts, strict=True):
-                w = plain.weight if plain.copy is None else plain.copy
-                rows = unit_rows(w.detach(), plain.dim, plain.groups)
+                rows = unit_rows(plain.master.detach(), plain.dim, plain.groups)
                 yield plain.name, rows, plain.norm, g
 
     def _log(self, tag: str, value: float) -> None:

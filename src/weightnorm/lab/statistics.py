@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -84,6 +84,15 @@ def mean_interval(values: Sequence[float]) -> Interval:
         return Interval(mean, -np.inf, np.inf)
     half = float(scipy.stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x)))
     return Interval(mean, mean - half, mean + half)
+
+
+def paired_differences(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
+    """Return a − b of the seeds that both have.
+
+    >>> paired_differences({1: 2.0, 2: 3.0}, {2: 1.0, 3: 0.0})
+    [2.0]
+    """
+    return [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
 
 
 def _unbounded(value: float) -> float:

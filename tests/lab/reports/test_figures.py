@@ -10,10 +10,11 @@ from matplotlib.colors import to_hex
 from PIL import Image, ImageSequence
 
 from weightnorm.lab.reports.bar_chart import bar_figure, dot_figure
-from weightnorm.lab.reports.document import Bar, BarChart, BarGroup, Line, Picture, Plot
+from weightnorm.lab.reports.document import Bar, BarChart, BarGroup, Line, Picture, Plot, PlotPanels
 from weightnorm.lab.reports.figures import (
     LEGEND_WIDTH,
     STYLE,
+    panel_figure,
     picture_files,
     plot_figure,
     render_figures,
@@ -83,6 +84,17 @@ def test_legend_is_below_the_axes_and_complete():
     box = legend.get_window_extent()
     assert box.y1 <= drawing.axes[0].get_tightbbox().y0
     assert box.x1 <= drawing.bbox.x1
+
+
+def test_the_legend_of_panels_has_as_many_columns_as_fit():
+    few, many = (
+        panel_figure(PlotPanels("name", "Title", "Caption.", (plot(*lines),) * 2)).legends[0]
+        for lines in (
+            [line(name="short")] * 3,
+            [line(name=f"a name that takes a third of the width, {i}") for i in range(5)],
+        )
+    )
+    assert (few._ncols, many._ncols) == (3, 1)
 
 
 def test_gaps_and_dollars_are_drawn():

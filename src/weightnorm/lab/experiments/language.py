@@ -25,6 +25,7 @@ from weightnorm.lab.data.torch_source import Corpus
 from weightnorm.lab.errors import ConfigError, require
 from weightnorm.lab.models.transformer import Transformer
 from weightnorm.lab.runs.config import RunConfig
+from weightnorm.lab.runs.environment import autocast
 from weightnorm.lab.runs.records import RunRecord, read_json, write_json
 from weightnorm.lab.runs.run import Run
 from weightnorm.lab.runs.validation import COUNT, NONNEGATIVE, POSITIVE, SEVERAL, Limits
@@ -51,12 +52,12 @@ class Config(RunConfig):
     """Train a byte-level transformer on the Python source of the installed torch package."""
 
     preset: Literal["cpu", "demo"] = "cpu"
-    """Defaults of the other fields: half an hour on one core, or a minute."""
+    """Defaults of the other fields: 15 to 30 minutes on one core, or a minute."""
     optimizer: Literal["adamw", "muon", "hyperball"] = "adamw"
     """Optimizer of the blocks' matrices. hyperball is Adam on matrices of fixed norm."""
     epochs: int = 10
     """Evaluations: one after every `steps` steps."""
-    steps: int = 150
+    steps: int = 100
     """Training steps between evaluations."""
     batch_size: int = 16
     """Texts per step, over all ranks."""
@@ -68,18 +69,20 @@ class Config(RunConfig):
     """Transformer blocks."""
     heads: int = 6
     """Attention heads."""
-    other_learning_rate: float = 0.001
+    other_learning_rate: float = 0.003
     """Initial step size of embeddings, gains and the output layer."""
-    length_learning_rate: float = 1.0
-    """Step size of g, relative to the learning rate of the directions."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of the blocks' matrices; hyperball has none."""
+    length_learning_rate: float | None = None
+    """Initial step size of g; by default 0.005 under adamw and 0.1 under muon."""
+    weight_decay: float | None = None
+    """Decoupled weight decay of the blocks' matrices; by default 0.1, with weight norm 0."""
     retract: bool = False
     """Restore ‖v‖ after every step, so that it does not grow."""
     warmup: float = 0.05
     """Fraction of the steps in which the learning rate rises; afterwards it falls linearly to 0."""
     eval_texts: int = 256
     """Held-out texts for each evaluation."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the network (autocast); parameters are float32."""
 
     FOLDER_FIELDS: ClassVar[tuple[str, ...]] = ("optimizer", "parameterization")
 
@@ -111,36 +114,31 @@ PRESETS = {
     "demo": replace(
         CPU,
         preset="demo",
-        steps=100,
         batch_size=8,
         context=128,
         width=96,
         depth=2,
-        other_learning_rate=0.003,
         eval_texts=64,
     ),
 }
 SIZES = {
-    "cpu": ("1.9 million parameters", "1,500 steps", "one core, half an hour"),
+    "cpu": ("1.9 million parameters", "1,000 steps", "one core, 15 to 30 minutes"),
     "demo": ("0.3 million parameters", "1,000 steps", "a minute"),
 }
 LEARNING_RATES = {preset: dict.fromkeys(COMPARED, 0.002) for preset in PRESETS}
 RATES = {
-    ("adamw", Parameterization.STANDARD): 0.002,
+    ("adamw", Parameterization.STANDARD): 0.005,
     ("adamw", Parameterization.WEIGHT_NORM): 0.005,
-    ("muon", Parameterization.STANDARD): 0.01,
-    ("muon", Parameterization.WEIGHT_NORM): 0.01,
+    ("muon", Parameterization.STANDARD): 0.02,
+    ("muon", Parameterization.WEIGHT_NORM): 0.05,
     ("hyperball", Parameterization.WEIGHT_NORM): 0.01,
 }
-
-
-SCALES = {"cpu": 1.0, "demo": 2.0}
-"""A smaller network trains with higher learning rates."""
+LENGTH_RATES = {"adamw": 0.005, "muon": 0.1, "hyperball": 0.0}  # hyperball has no g to train
 
 
 def default_learning_rate(config: Config) -> float:
-    """Return the learning rate for a config's preset, optimizer and parameterization."""
-    return SCALES[config.preset] * RATES[config.optimizer, config.parameterization]
+    """Return the learning rate for a config's optimizer and parameterization."""
+    return RATES[config.optimizer, config.parameterization]
 
 
 def run(config: Config, console: Console | None = None, corpus: Corpus | None = None) -> RunRecord:
@@ -168,7 +166,8 @@ def run(config: Config, console: Console | None = None, corpus: Corpus | None = 
                     group["lr"] = base * factor
                 run.batch = config.batch_size
                 texts = sample(train, epoch * config.steps + step, config, run)  # (B, T + 1)
-                loss = loss_of(network, texts, "sum") / (run.batch * config.context)
+                with autocast(run.device, config.precision):
+                    loss = loss_of(network, texts, "sum") / (run.batch * config.context)
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 loss.backward()
@@ -194,16 +193,15 @@ def build_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opt
     rest = [p for p in model.parameters() if id(p) not in chosen]
     others = partial(torch.optim.AdamW, lr=config.other_learning_rate, weight_decay=0.0)
     rate, decay = config.learning_rate, config.weight_decay
+    if decay is None:
+        decay = 0.0 if config.parameterization.normalizes_weights else 0.1
     adam: dict[str, Any] = {"lr": rate, "betas": (0.9, 0.95)}
     if not config.parameterization.normalizes_weights:
         if config.optimizer == "muon":
             return [torch.optim.Muon(matrices, lr=rate, weight_decay=decay), others(rest)]
         return [torch.optim.AdamW(matrices, weight_decay=decay, **adam), others(rest)]
-    lengths = partial(
-        torch.optim.AdamW,
-        **{**adam, "lr": rate * config.length_learning_rate},
-        weight_decay=0.0,
-    )
+    length_rate = config.length_learning_rate or LENGTH_RATES[config.optimizer]
+    lengths = partial(torch.optim.AdamW, **{**adam, "lr": length_rate}, weight_decay=0.0)
     normalize = partial(WeightNormOptimizer, model, where=in_blocks, others=others)
     if config.optimizer == "hyperball":
         return [
@@ -271,7 +269,7 @@ def windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
 
 def loss_of(network: Any, texts: Tensor, reduction: str) -> Tensor:
     """Cross-entropy of each byte given those before it, in nats."""
-    logits = network(texts[:, :-1])
+    logits = network(texts[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten().long(), reduction=reduction)
 
 
@@ -286,7 +284,8 @@ def held_out(corpus: Corpus, config: Config) -> Tensor:
 def evaluate(network: Any, texts: Tensor, config: Config, run: Run) -> float:
     """Return bits per byte of held-out texts, computed by all ranks."""
     batches = run.ranks.share(texts).split(config.batch_size)
-    sums = [loss_of(network, batch, "sum") for batch in batches]
+    with autocast(run.device, config.precision):
+        sums = [loss_of(network, batch, "sum") for batch in batches]
     total = torch.stack(sums).double().sum() if sums else texts.new_zeros((), dtype=torch.float64)
     nats = run.ranks.sum(total.cpu(), "the loss of held-out text").item()
     return nats / (len(texts) * config.context) / log(2)

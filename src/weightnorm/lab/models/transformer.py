@@ -59,8 +59,7 @@ class Transformer(nn.Module):
         heads: attention heads; they divide `width` into heads of an even size.
         context: longest text.
 
-    Weights start at N(0, 1/fan_in); those that end a residual branch are divided by √(2·depth), and
-    the head starts at 0, so that the first prediction is uniform.
+    Weights start at N(0, 1/fan_in); those that end a residual branch are divided by √(2·depth).
     """
 
     rotation: Tensor
@@ -81,7 +80,6 @@ class Transformer(nn.Module):
                 if name.endswith(("out", "down")):
                     std *= (2 * depth) ** -0.5
                 nn.init.normal_(module.weight, std=std)
-        nn.init.zeros_(self.head.weight)
 
     def forward(self, text: Tensor) -> Tensor:
         """(B, T) bytes → logits of the bytes that follow, (B, T, 256)."""

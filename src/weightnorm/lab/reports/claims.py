@@ -20,6 +20,11 @@ SIZES = {
     "long": "Claim 6 over ten epochs of MNIST, with three hidden layers of 256 units.",
     "long-quick": "Claim 6 by the same protocol on embedded digits: a fast check, not evidence.",
 }
+PLURALS = {
+    "holds": "hold",
+    "holds qualitatively": "hold qualitatively",
+    "does not hold here": "do not hold here",
+}
 
 
 def section(records: list[RunRecord]) -> Section:
@@ -35,14 +40,25 @@ def section(records: list[RunRecord]) -> Section:
 def part(record: RunRecord) -> Section:
     """Describe one measurement: the verdicts, the figures, then every value."""
     rows = newest(record)
-    counts = Counter(str(row.get("verdict")) for row in rows)
-    tally = ", ".join(f"{verdict}: {count}" for verdict, count in counts.most_common())
     figures = [claim_figures(record.preset, row) for row in rows if row.get("figures")]
     return Section(
         f"claims: {record.preset}",
         SIZES.get(record.preset, ""),
         (verdicts(rows), *figures, measurements(rows)),
-        (f"{len(rows)} claims ({record.preset}): {tally}.",),
+        (f"{len(rows)} claims ({record.preset}): {tally(rows)}.",),
+    )
+
+
+def tally(rows: list[Row]) -> str:
+    """Count the verdicts.
+
+    >>> tally([{"verdict": "holds"}, {"verdict": "not shown"}, {"verdict": "holds"}])
+    '2 hold, 1 not shown'
+    """
+    counts = Counter(str(row.get("verdict")) for row in rows)
+    return ", ".join(
+        f"{count} {PLURALS.get(verdict, verdict) if count > 1 else verdict}"
+        for verdict, count in counts.most_common()
     )
 
 

@@ -43,6 +43,8 @@ class Gallery:
     card: str
     first: int = 0
     """Index of the first finding that is shown."""
+    wide: bool = False
+    """Whether the figure has panels: shown below the table, in full width."""
 
 
 GALLERY = (
@@ -70,6 +72,13 @@ GALLERY = (
         "dqn/figures/dqn-cpu-space-invaders-score.png",
         "dqn-cpu-space-invaders-findings",
         "docs/experiments/dqn.md",
+    ),
+    Gallery(
+        "A transformer under AdamW and Muon (not in the paper)",
+        "language/figures/language-cpu-precision-bfloat16-held-out.png",
+        "language-cpu-precision-bfloat16-findings",
+        "docs/experiments/language.md",
+        wide=True,
     ),
 )
 
@@ -148,17 +157,24 @@ def blocks(sections: dict[str, Section]) -> dict[str, str]:
 
 
 def _gallery(found: dict[str, str]) -> Iterator[str]:
-    """Yield the lines of a Markdown table with two experiments in each row."""
+    """Yield the lines of a Markdown table with two experiments in each row, then the wide ones."""
+
+    def shown(entry: Gallery) -> str:
+        sentences = found[entry.findings].removeprefix("- ").split("\n- ")[entry.first :]
+        image = (
+            f'<img src="docs/results/{entry.figure}" width="{700 if entry.wide else 340}" '
+            f'alt="{escape(entry.title)}">'
+        )
+        return f"**[{entry.title}]({entry.card})**<br>{image}<br>{' '.join(sentences)}"
+
     yield "| | |"
     yield "|---|---|"
-    cells = []
-    for entry in GALLERY:
-        sentences = found[entry.findings].removeprefix("- ").split("\n- ")[entry.first :]
-        image = f'<img src="docs/results/{entry.figure}" width="340" alt="{escape(entry.title)}">'
-        text = " ".join(sentences).replace("|", r"\|")
-        cells.append(f"**[{entry.title}]({entry.card})**<br>{image}<br>{text}")
+    cells = [shown(entry).replace("|", r"\|") for entry in GALLERY if not entry.wide]
     for left, right in zip_longest(cells[::2], cells[1::2], fillvalue=""):
         yield f"| {left} | {right} |"
+    for entry in GALLERY:
+        if entry.wide:
+            yield f"\n{shown(entry)}"
 
 
 def _bench_files(root: Path) -> dict[str, str]:

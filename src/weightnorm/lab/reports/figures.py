@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,14 +38,16 @@ PAPER = "#ffffff"
 WIDTH, HEIGHT, LEGEND_ROW = 5.0, 3.5, 0.21
 """Inches; narrow enough that text stays readable on a phone."""
 PANEL_WIDTH = 4.0
-LEGEND_WIDTH = 57
-"""Characters."""
+LEGEND_WIDTH, LEGEND_HANDLE = 57, 6
+"""Characters of a row, and those that the line before a name takes."""
 PICTURE_WIDTH = 640
 """Pixels; smaller pictures are enlarged up to this width."""
 TICKS = 6
 """On a logarithmic axis with at most this many values, one tick at each; else one per decade."""
 MARKERS = 8
 """Number of markers on a long line."""
+LARGE = 1000
+"""An x axis that reaches this value has fewer ticks, since their labels are wider."""
 NARROW = 3
 """Ratio of highest to lowest value below which a logarithmic axis has too few ticks."""
 STYLE = {
@@ -135,16 +138,24 @@ def plot_figure(plot: Plot) -> Figure:
 
 def panel_figure(panels: PlotPanels) -> Figure:
     """Draw plots side by side, with the legend of the first below them."""
-    drawing = Figure(figsize=(PANEL_WIDTH * len(panels.plots), HEIGHT), layout="constrained")
+    names, width = [line.name for line in panels.plots[0].lines], PANEL_WIDTH * len(panels.plots)
+    columns = _legend_columns(names, width)
+    height = HEIGHT + LEGEND_ROW * (math.ceil(len(names) / columns) - 1)
+    drawing = Figure(figsize=(width, height), layout="constrained")
     grid = drawing.subplots(1, len(panels.plots), sharey=True, squeeze=False)
     for axes, plot in zip(grid[0], panels.plots, strict=True):
         axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y if axes is grid[0][0] else "")
         handles = [_draw_line(axes, line) for line in plot.lines]
     for axes, plot in zip(grid[0], panels.plots, strict=True):
         _scale(axes, plot)
-    names = [line.name for line in panels.plots[0].lines]
-    drawing.legend(handles, names, loc="outside lower center", ncols=len(names), handlelength=3)
+    drawing.legend(handles, names, loc="outside lower center", ncols=columns, handlelength=3)
     return drawing
+
+
+def _legend_columns(names: list[str], width: float) -> int:
+    """Return how many columns of a legend fit into a figure of `width` inches."""
+    longest = max(map(len, names), default=0) + LEGEND_HANDLE
+    return max(1, min(len(names), int(LEGEND_WIDTH * width / WIDTH) // longest))
 
 
 def _draw_line(axes: Axes, line: Line) -> Line2D:
@@ -184,7 +195,8 @@ def _scale(axes: Axes, plot: Plot) -> None:
             axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        large = axes.get_xlim()[1] >= LARGE
+        axes.xaxis.set_major_locator(MaxNLocator(5 if large else "auto", integer=True))
 
 
 def _saved(drawing: Figure, kind: str, metadata: dict[str, None]) -> bytes:

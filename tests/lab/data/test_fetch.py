@@ -174,13 +174,6 @@ def test_damaged_gzip_file_is_a_data_error(root: Path, content: bytes) -> None:
         fetch("toy", root)
 
 
-def test_folder_in_place_of_a_file_is_a_data_error(root: Path) -> None:
-    (root / "toy-files/a.bin").unlink()
-    (root / "toy-files/a.bin").mkdir()
-    with pytest.raises(DataError, match=r"a\.bin is not the published file.*directory"):
-        fetch("toy", root)
-
-
 def test_unknown_data_set_is_refused() -> None:
     with pytest.raises(DataError, match="no data set 'cifar100'; choose one of cifar10, mnist"):
         fetch("cifar100")
@@ -325,6 +318,19 @@ def test_interrupted_download_is_removed(
     with pytest.raises(KeyboardInterrupt):
         fetch("toy", tmp_path)
     assert list((tmp_path / "toy-files").iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("name", ["a.bin", "b.txt"])
+def test_a_file_that_cannot_be_read_is_not_called_corrupt(root: Path, name: str) -> None:
+    path = root / "toy-files" / name
+    path.unlink()
+    path.mkdir()
+    (found,) = inspect("toy", root).faulty
+    assert (found.path, found.state) == (path, "unreadable")
+    with pytest.raises(DataError, match=f"cannot read {path}: Is a directory; check") as error:
+        fetch("toy", root)
+    assert "elete" not in str(error.value)
 
 
 # Status and catalogue

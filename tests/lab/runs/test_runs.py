@@ -19,6 +19,8 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -585,3 +587,13 @@ def test_last_batch_of_one_with_batch_norm_is_refused(tmp_path):
         run(tmp_path, parameterization=how, limit=101)
     record, _ = run(tmp_path, parameterization=how, limit=102, epochs=1)
     assert record.finished
+
+
+def test_ranks_that_read_different_checkpoints_are_refused():
+    run = mock.Mock(epoch=1, step=2, folder=Path("runs"))
+    run.ranks.gather = lambda place, name: [place, place]
+    Run._refuse_different_checkpoints(run)
+    run.ranks.gather = lambda place, name: [place, (0, 7)]
+    expected = "rank 0: epoch 1, step 2; rank 1: epoch 0, step 7"
+    with pytest.raises(CheckpointError, match=expected):
+        Run._refuse_different_checkpoints(run)

@@ -26,7 +26,7 @@ from weightnorm.lab.experiments import classify, dqn, draw, vae
 from weightnorm.lab.runs.config import completed
 from weightnorm.lab.runs.records import RunRecord, by_seed, find_records
 from weightnorm.lab.runs.selection import best_learning_rate
-from weightnorm.lab.statistics import mean_interval
+from weightnorm.lab.statistics import mean_interval, paired_differences
 
 STANDARD, WEIGHT_NORM, MEAN_ONLY = "standard", "weight-norm", "weight-norm-mean-only"
 INITIAL_G = "initial_g"
@@ -117,11 +117,6 @@ def _at_best_rate(
         chosen = best_learning_rate(results, highest)
         best[how] = rates[min(rates) if chosen is None else chosen]
     return best
-
-
-def paired_differences(a: BySeed, b: BySeed) -> list[float]:
-    """a − b of the seeds that both have."""
-    return [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
 
 
 def outcome(differences: list[float]) -> Outcome:

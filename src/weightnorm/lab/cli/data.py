@@ -13,7 +13,12 @@ from weightnorm.lab.data import fetch
 from weightnorm.lab.data.catalog import DATA_SETS
 from weightnorm.lab.errors import nearest
 
-STATES = {"valid": "[green]ok", "missing": "[yellow]missing", "corrupt": "[red]corrupt"}
+STATES = {
+    "valid": "[green]ok",
+    "missing": "[yellow]missing",
+    "corrupt": "[red]corrupt",
+    "unreadable": "[red]unreadable",
+}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from weightnorm.lab.data.catalog import DATA_SETS, DataSet, File
 from weightnorm.lab.errors import DataError
 from weightnorm.lab.files import atomic_writer
 
-BAD_GZIP = (OSError, EOFError, zlib.error)
+DAMAGED_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
 """Exceptions raised by a damaged gzip file."""
 
 
@@ -31,9 +31,9 @@ class FileStatus:
     file: File
     path: Path
     """Where the file is, or should be."""
-    state: Literal["valid", "missing", "corrupt"]
+    state: Literal["valid", "missing", "corrupt", "unreadable"]
     fault: str = ""
-    """Why a file is corrupt."""
+    """Why a file is corrupt or unreadable."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class DataSetStatus:
         return tuple(found for found in self.files if found.state == "missing")
 
     @property
-    def corrupt(self) -> tuple[FileStatus, ...]:
-        return tuple(found for found in self.files if found.state == "corrupt")
+    def faulty(self) -> tuple[FileStatus, ...]:
+        return tuple(found for found in self.files if found.fault)
 
     @property
     def complete(self) -> bool:
-        return not (self.missing or self.corrupt)
+        return not (self.missing or self.faulty)
 
 
 def data_dir(explicit: Path | None = None) -> Path:
@@ -85,16 +85,14 @@ def fetch(name: str, root: Path | None = None, *, download: bool = True) -> dict
     """
     found = inspect(name, root)
     reason = "downloads are off"
-    if download and found.missing and not found.corrupt:
+    if download and found.missing and not found.faulty:
         try:
             _download(DATA_SETS[name], found)
         except OSError as error:
             reason = str(error)
         found = inspect(name, root)
     if not found.complete:
-        raise DataError(
-            _corrupt_message(found) if found.corrupt else _missing_message(found, reason)
-        )
+        raise DataError(_faulty_message(found) if found.faulty else _missing_message(found, reason))
     return {entry.file.name: entry.path for entry in found.files}
 
 
@@ -105,7 +103,10 @@ def _file_status(folder: Path, file: File) -> FileStatus:
         path = gzipped if gzipped.exists() else path
     if not path.exists():
         return FileStatus(file, path, "missing")
-    fault = _fault(file, path)
+    try:
+        fault = _fault(file, path)
+    except OSError as error:
+        return FileStatus(file, path, "unreadable", error.strerror or str(error))
     return FileStatus(file, path, "corrupt" if fault else "valid", fault)
 
 
@@ -120,7 +121,7 @@ def _fault(file: File, path: Path) -> str:
                 digest.update(chunk)
                 size += len(chunk)
         got = f"{size:,} bytes, {algorithm} {digest.hexdigest()}"
-    except BAD_GZIP as error:
+    except DAMAGED_GZIP as error:
         got = f"{size:,} bytes and then {error or type(error).__name__}"
     wanted = f"{file.size:,} bytes, {algorithm} {expected}"
     return "" if got == wanted else f"got {got}; expected {wanted}{' unpacked' * unpack}"
@@ -173,11 +174,13 @@ def _unpack(archive: Path, members: dict[str, Path]) -> None:
                     shutil.copyfileobj(content, file)
 
 
-def _corrupt_message(found: DataSetStatus) -> str:
+def _faulty_message(found: DataSetStatus) -> str:
     return "\n".join(
-        f"{entry.path} is not the published file: {entry.fault}. "
+        f"cannot read {entry.path}: {entry.fault}; check its permissions and the disk"
+        if entry.state == "unreadable"
+        else f"{entry.path} is not the published file: {entry.fault}. "
         "Delete it, and it is downloaded when next needed; or replace it."
-        for entry in found.corrupt
+        for entry in found.faulty
     )
 
 

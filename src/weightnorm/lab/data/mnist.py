@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightnorm.lab.data.fetch import BAD_GZIP, fetch
+from weightnorm.lab.data.fetch import DAMAGED_GZIP, fetch
 from weightnorm.lab.data.labelled import Labelled
 from weightnorm.lab.errors import DataError
 
@@ -85,5 +85,5 @@ def read_amat(path: Path) -> Tensor:
 def _unpacked(path: Path) -> bytes:
     try:
         return gzip.decompress(path.read_bytes())
-    except BAD_GZIP as error:
+    except DAMAGED_GZIP as error:
         raise DataError(f"{path} cannot be unpacked: {error}; delete it") from error

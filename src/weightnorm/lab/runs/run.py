@@ -222,6 +222,7 @@ class Run:
             self._load(state)
         else:
             self.seed_by_rank()
+        self._refuse_different_checkpoints()
         self._savable = True
         if self.ranks.first:
             session = {**environment(self.device, self.ranks.world), "epoch": self.epoch}
@@ -229,6 +230,16 @@ class Run:
             # Drops rows that are later than the checkpoint, and repairs damaged ones.
             write_rows(self.folder / "metrics.jsonl", self.metrics)
         return state is not None
+
+    def _refuse_different_checkpoints(self) -> None:
+        """Ranks read by themselves: a folder that they do not share would mix two networks."""
+        places = self.ranks.gather((self.epoch, self.step), "the place in training")
+        if len({*places}) > 1:
+            read = "; ".join(f"rank {i}: epoch {e}, step {s}" for i, (e, s) in enumerate(places))
+            raise CheckpointError(
+                f"the ranks read different checkpoints from {self.folder} ({read}); all of them "
+                "need the same folder, readable and up to date"
+            )
 
     def _load(self, state: dict[str, Any]) -> None:
         try:
@@ -408,6 +419,7 @@ class Run:
     def _stop_if(self, asked: bool) -> None:
         if asked:
             self.save()
+            self.ranks.gather(None, "the checkpoint")  # written by the first rank
             raise Interrupted(str(self.folder))
 
     def _diverge(self) -> NoReturn:

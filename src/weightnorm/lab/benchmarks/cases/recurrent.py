@@ -75,7 +75,7 @@ def cases(settings: Settings) -> Iterator[Case]:
         PLAIN,
         goals,
         work,
-        summary=(Summary("LSTMCell, cached", OURS, PARAMETRIZATION, HOOK),),
+        summary=(Summary("LSTMCell, cached", OURS, f"{PARAMETRIZATION}, cached"),),
         at_least_base=(OURS, PARAMETRIZATION, HOOK),
     )
 

@@ -5,6 +5,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -49,3 +50,13 @@ def _work(rank: int, world: int, folder: str, fn, args) -> None:
     except BaseException:
         Path(folder, f"error-{rank}").write_text(traceback.format_exc())
         raise
+
+
+def messages_of(acts) -> dict[str, str]:
+    """Name → message of the ValueError that each function raises."""
+    messages = {}
+    for name, act in acts.items():
+        with pytest.raises(ValueError) as error:
+            act()
+        messages[name] = str(error.value)
+    return messages

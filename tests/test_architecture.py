@@ -100,7 +100,15 @@ LIBRARY = {
     "in_place": {"dtensor", "functional", "kernels"},
     "units": {"dtensor", "in_place", "kernels", "torch_private"},
     "optimizer_state": {"in_place"},
-    "optimizer": {"arguments", "functional", "in_place", "layers", "optimizer_state", "units"},
+    "optimizer": {
+        "arguments",
+        "dtensor",
+        "functional",
+        "in_place",
+        "layers",
+        "optimizer_state",
+        "units",
+    },
     "parameterizations": {"arguments", "distributed", "mean_only", "reparam"},
 }
 
@@ -151,7 +159,11 @@ LAB = {
         True,
         {"torch", "rich", "numpy", "scipy", "gymnasium"},
     ),
-    "reports": ({"errors", "files", "runs"}, False, {"numpy", "matplotlib", "PIL", "jinja2"}),
+    "reports": (
+        {"errors", "files", "runs", "statistics"},
+        False,
+        {"numpy", "matplotlib", "PIL", "jinja2"},
+    ),
     "safetensors_writer": ({"files"}, False, {"torch"}),
     "checkpoint_files": (
         {"errors", "files", "safetensors_writer"},

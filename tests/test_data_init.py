@@ -139,6 +139,26 @@ def test_other_batches_have_mean_near_0_and_std_near_1():
         assert (std - 1).abs().max() < 0.4
 
 
+def test_frozen_layers_and_fixed_g_are_left_as_they_are():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    model[1].bias.requires_grad_(False)
+    weight_norm(model[2], g=1.0, train_g=False)
+    weight_norm(model[3])
+    before = copy.deepcopy(model.state_dict())
+    report = data_dependent_init(model, torch.randn(100, 4))
+    assert [layer.name for layer in report.done] == ["3"]
+    changed = {name for name, x in model.state_dict().items() if not torch.equal(x, before[name])}
+    assert changed == {"3.bias", "3.parametrizations.weight.original0"}
+    assert "it is frozen" in str(report)
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(ValueError, match=r"initialize the one inside, model\.module"):
+        data_dependent_init(nn.DataParallel(nn.Linear(2, 2)), torch.randn(4, 2))
+
+
 def test_layers_without_bias_are_only_scaled():
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3, bias=False))
     x = torch.randn(50, 4) + 1

@@ -508,7 +508,7 @@ def test_timm_optimizer_decays_g():
     groups = param_groups_weight_decay(plain, 0.1)
     optimizer = WeightNormOptimizer(plain, torch.optim.AdamW, groups, weight_decay_on="w")
     assert check(plain, optimizer) == []
-    assert [g.get("weight_decay_on_w") for g in optimizer.param_groups] == [None, 0.1]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.1]
 
 
 @both_forms

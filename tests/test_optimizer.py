@@ -205,6 +205,136 @@ def test_weight_decay_on_the_chosen_part():
     assert found[None] == pytest.approx((1, 1, 1))
 
 
+@pytest.mark.parametrize("on", ["parts", "w", "g", None])
+def test_a_schedule_of_weight_decay_acts_on_the_chosen_part(on):
+    trained = []
+    for scheduled in (False, True):
+        model = network()
+        first = 0.0 if scheduled else 0.5
+        optimizer = WeightNormOptimizer(
+            model, torch.optim.SGD, lr=0.1, weight_decay=first, weight_decay_on=on
+        )
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.5
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        for i in range(3):
+            loss_of(model, i).backward()
+            optimizer.step()
+            model.zero_grad()
+        assert {group["weight_decay"] for group in optimizer.param_groups} == {0.5}
+        trained.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading"),
+    [
+        ({"weight_decay_on": None}, {"weight_decay_on": "parts"}),
+        ({"weight_decay_on": "w"}, {"weight_decay_on": "g"}),
+        ({"scale": "log"}, {"scale": "linear"}),
+    ],
+)
+def test_a_state_of_another_kind_is_refused(saved, loading):
+    def build(options):
+        model = nn.Linear(3, 2, bias=False)
+        return WeightNormOptimizer(model, torch.optim.AdamW, **options)
+
+    state = build(saved).state_dict()
+    ((name, value),) = saved.items()
+    with pytest.raises(ValueError, match=f"optimizer with {name}={value!r}, this one has"):
+        build(loading).load_state_dict(state)
+
+
+def test_the_learning_rate_of_a_group_is_not_that_of_an_optimizer_for_g():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    matrices = [layer.weight for layer in model]
+    biases = [layer.bias for layer in model]
+    optimizer = WeightNormOptimizer(
+        model,
+        torch.optim.SGD,
+        [{"params": matrices, "lr": 0.5, "weight_decay": 0.0}, {"params": biases, "lr": 0.25}],
+        lengths=partial(torch.optim.AdamW, lr=0.125),
+    )
+    rates = {
+        id(p): group["lr"]
+        for inner in optimizer._inner
+        for group in inner.param_groups
+        for p in group["params"]
+    }
+    found = optimizer._weights
+    assert [rates[id(weight.g)] for weight in found] == [0.125] * 2
+    assert [rates[id(d)] for weight in found for d in weight.directions] == [0.5] * 2
+    assert [rates[id(bias)] for bias in biases] == [0.25] * 2
+    decay = {
+        id(p): g["weight_decay"] for g in optimizer._inner[1].param_groups for p in g["params"]
+    }
+    assert [decay[id(weight.g)] for weight in found] == [0.0] * 2
+
+
+class Transposed(nn.Module):
+    """A layer of another library: y = xW, with one column for each unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_where_selects_layers_of_other_libraries_as_weight_norm_model_does():
+    def everything(name, module):
+        return isinstance(module, (Transposed, nn.Linear, nn.LayerNorm))
+
+    model = nn.Sequential(Transposed(), nn.Linear(4, 4), nn.LayerNorm((2, 4)))
+    optimizer = WeightNormOptimizer(model, torch.optim.Adam, where=everything, dim=1)
+    assert list(optimizer.parts()) == ["0.weight", "1.weight"]
+    assert weight_norm_model(copy.deepcopy(model), where=everything, dim=1) == list(
+        optimizer.parts()
+    )
+    with pytest.raises(ValueError, match=r"`where` selected 0, but the output axis of Transposed"):
+        WeightNormOptimizer(model, torch.optim.Adam, where=everything)
+
+
+def test_a_model_that_is_normalized_after_the_optimizer_is_built_is_refused():
+    model = network()
+    optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.1)
+    weight_norm_model(model)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"0\.weight is no longer a parameter of the model"):
+        optimizer.step()
+
+
+def test_a_copied_pair_of_model_and_optimizer_trains():
+    made = network()
+    model, optimizer = copy.deepcopy((made, WeightNormOptimizer(made, torch.optim.Adam, lr=0.1)))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, made[0].weight)
+
+
+def test_parts_follow_memory_that_is_exchanged():
+    model = nn.Linear(3, 2)
+    optimizer = WeightNormOptimizer(model, torch.optim.Adam)
+    model.weight.data = torch.full((2, 3), 7.0)
+    v, g = optimizer.parts()["weight"]
+    torch.testing.assert_close(functional.compose(v=v, g=g), model.weight.detach())
+
+
+def test_defaults_are_those_that_all_inner_optimizers_have():
+    model = nn.Linear(3, 2)
+    optimizer = WeightNormOptimizer(
+        model, partial(torch.optim.SGD, lr=0.1), lengths=torch.optim.AdamW
+    )
+    assert "lr" in optimizer.defaults
+    assert "betas" not in optimizer.defaults
+    with pytest.raises(ValueError, match="momentum"):
+        torch.optim.lr_scheduler.OneCycleLR(
+            WeightNormOptimizer(model, torch.optim.Adagrad, lengths=torch.optim.AdamW), 0.1, 10
+        )
+
+
 def test_weight_decay_on_w_is_that_of_adamw():
     """Decoupled and before the step, while `weight_decay_on="g"` leaves it to the optimizer."""
     model = network()
@@ -223,8 +353,8 @@ def test_weight_decay_on_w_is_that_of_adamw():
         optimizer.step()
         model.zero_grad()
     torch.testing.assert_close(model[0].weight, functional.compose(v=v, g=g))
-    groups = [(g["weight_decay"], g.get("weight_decay_on_w")) for g in optimizer.param_groups]
-    assert groups == [(0.0, 0.3), (0.3, None)]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.3]
+    assert [g["weight_decay"] for g in optimizer._inner[0].param_groups] == [0.0, 0.3]
 
 
 def separate(model, **options):

@@ -271,3 +271,11 @@ def test_a_module_is_recognized_by_its_class_not_its_name():
     weight_norm_model(model)
     lengths = robust_init(model)
     assert set(map(float, lengths.values())) == {1.0}
+
+
+def test_frozen_layers_and_fixed_g_are_left_as_they_are():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    weight_norm(model[1], g=1.0, train_g=False)
+    assert list(robust_init(model)) == ["2"]
+    assert parts(model[1]).g.eq(1).all()

@@ -111,6 +111,7 @@ FEATURES = {
         "tests/test_clusters.py",
         "tests/test_lost_ranks.py",
         "tests/test_optimizer_clusters.py",
+        "tests/test_ranks_agree.py",
     ),
     "Checkpoints": ("tests/test_state_dicts.py",),
     "Diagnostics": ("tests/diagnostics/",),

@@ -53,7 +53,8 @@ def batched_weights(model: nn.Module) -> BatchedWeights:
     gradients of batched weights arrive at the end of the backward pass, so DistributedDataParallel
     cannot overlap their communication with it. A compiled model does not run faster: the compiler
     fuses these calls itself. With activation checkpointing (``use_reentrant=False``) call
-    ``backward`` inside the block too, since it repeats a part of the forward pass.
+    ``backward`` inside the block too, since it repeats a part of the forward pass. With FSDP2
+    enter the block anew for each forward pass: a change of its parameters is not noticed inside.
 
     Threads: the block affects only the thread that entered it, and several threads may enter the
     same context manager. Weight norm may be removed and applied again between two blocks.

@@ -82,8 +82,9 @@ def data_dependent_init(
         Mean and std of every layer before and after, as measured, and why a layer was skipped.
 
     A layer that is used several times is set at its first use; of layers that share a parameter,
-    the first to run is set. A unit that is constant on the batch has no scale: it is left as it was
-    and reported as dead. If the pass raises, all parameters are restored.
+    the first to run is set. Frozen layers are skipped. A unit that is constant on the batch has no
+    scale: it is left as it was and reported as dead. If the pass raises, all parameters are
+    restored.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> report = data_dependent_init(model, torch.randn(100, 4))
@@ -102,8 +103,11 @@ def data_dependent_init(
         refuse_folded(module, "initialize the weights")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: give it memory and values first")
-    if group is None and isinstance(model, DistributedDataParallel):
-        group = model.process_group
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise ValueError("the model is in nn.DataParallel; initialize the one inside, model.module")
+    if group is None:
+        wrapped = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
+        group = next((module.process_group for module in wrapped), None)
     initializer = _Initializer(model, target_std, group)
     buffers = _Buffers(model)
     try:
@@ -246,6 +250,8 @@ class _Initializer:
             return "its weight is computed by another parametrization or hook"
         if layer.bias is not None and layer._parameters.get("bias") is None:
             return "its bias is computed by another parametrization or hook"
+        if _is_frozen(layer):
+            return "it is frozen: its g, weight or bias requires no gradient"
         return self._shared_with(layer)
 
     def _shared_with(self, layer: nn.Module) -> str:
@@ -261,6 +267,13 @@ class _Initializer:
                 if targets[other] in self.rows:
                     return f"shares a parameter with {name!r}, which ran first"
         return ""
+
+
+def _is_frozen(layer: Any) -> bool:
+    """Return whether a parameter that would be set, g or w and b, requires no gradient."""
+    normalized = is_weight_normed(layer, "weight")
+    scale = normalized_weight(layer, "weight").stored.g if normalized else layer.weight
+    return not (scale.requires_grad and (layer.bias is None or layer.bias.requires_grad))
 
 
 class _Moments(NamedTuple):

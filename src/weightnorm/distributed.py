@@ -68,10 +68,8 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = grad.clone()
-        with collective(f"the gradient of {ctx.what}", ctx.group):
-            dist.all_reduce(grad, group=ctx.group)
-        return grad, None, None
+        # Differentiable again, for second derivatives.
+        return sum_over_ranks(grad, ctx.group, f"the gradient of {ctx.what}"), None, None
 
 
 def sum_over_ranks(x: Tensor, group: Group, what: str) -> Tensor:

@@ -41,6 +41,11 @@ def whole(x: Tensor) -> Tensor:
     return local(gathered(x))
 
 
+def any_true(x: Tensor) -> bool:
+    """Return whether a number is true on any rank, so that all of them decide alike."""
+    return bool(whole(x).any())
+
+
 def resolve_partial(x: Tensor) -> Tensor:
     """Reduce pending Partial placements, so that every rank has final values."""
     return gathered(x) if is_sharded(x) and any(p.is_partial() for p in x.placements) else x
@@ -48,9 +53,9 @@ def resolve_partial(x: Tensor) -> Tensor:
 
 def placed_like(x: Tensor, other: Tensor) -> Tensor:
     """Redistribute `x` to the placements of `other`."""
-    if not is_sharded(x) or x.placements == other.placements:  # type: ignore[attr-defined]
+    if not (is_sharded(x) and is_sharded(other)) or x.placements == other.placements:
         return x
-    moved: Tensor = x.redistribute(placements=other.placements)  # type: ignore[attr-defined]
+    moved: Tensor = x.redistribute(placements=other.placements)
     return moved
 
 
@@ -71,6 +76,16 @@ def refuse_sharded(model: nn.Module, instead: str) -> None:
         is_sharded(p) for p in model.parameters()
     ):
         raise ValueError(f"{type(model).__name__} is sharded over ranks: {instead}")
+
+
+def refuse_flattened(model: nn.Module) -> None:
+    """Raise ValueError if FSDP1 has flattened the weights, or what it leaves of them on a rank."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
+        raise ValueError(
+            "FullyShardedDataParallel flattens weights, so that this rank has no whole unit; shard "
+            "the model with torch.distributed.fsdp.fully_shard instead"
+        )
 
 
 def refuse_partitioned(weight: Tensor, name: str) -> None:

@@ -82,9 +82,14 @@ class InPlaceWeight:
         mesh, placements = self.weight.device_mesh, self.weight.placements
         if any(p.is_partial() for p in placements):
             raise ValueError(f"{self.name} has pending reductions over ranks: {placements}")
-        whole = [p.is_replicate() or p.is_shard(self.dim) for p in placements]
-        if self.dim is None:
-            whole = [p.is_replicate() for p in placements]
+        # By `dim`, not `is_shard`: FSDP2 of a tensor-parallel weight has strided shards.
+        shards = [None if p.is_replicate() else p.dim for p in placements]
+        whole = [dim in (None, self.dim) for dim in shards]
+        if self.groups > 1 and not all(p.is_replicate() or p.is_shard() for p in placements):
+            raise ValueError(
+                f"{self.name} has groups and the placements {placements}: which rows this rank has "
+                "is not known. Leave it out with `where`"
+            )
         self.cut = tuple(mesh.get_group(i) for i, kept in enumerate(whole) if not kept)
         self.placements = [p if w else Replicate() for p, w in zip(placements, whole, strict=True)]
         if self.groups > 1:  # a shard may begin and end within a group

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter, is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from weightnorm.torch_private import ConvBase, ConvTransposeBase
@@ -51,16 +51,47 @@ def weight_names(layer: nn.Module) -> tuple[str, ...]:
 
 
 def chosen_weights(
-    model: nn.Module, where: Callable[[str, nn.Module], bool] | None = None
+    model: nn.Module,
+    where: Callable[[str, nn.Module], bool] | None = None,
+    has_weight: Callable[[nn.Module], bool] | None = None,
 ) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (path, layer, name) of every weight that `where` selects by path and module.
 
-    Default: all torch layers except embeddings, which are lookups.
+    Default: all torch layers except embeddings, which are lookups. `where` may select other modules
+    too, if they have a matrix called ``weight`` (by default `has_weight_matrix`).
     """
+    has_weight = has_weight or has_weight_matrix
     for path, module in model.named_modules():
-        chosen = not isinstance(module, EMBEDDING) if where is None else where(path, module)
-        for name in weight_names(module) if chosen else ():
+        names = weight_names(module)
+        if where is None:
+            chosen = not isinstance(module, EMBEDDING)
+        else:
+            chosen = bool(where(path, module))
+            names = names or (("weight",) if has_weight(module) else ())
+        for name in names if chosen else ():
             yield f"{path}.{name}".lstrip("."), module, name
+
+
+def has_weight_matrix(module: nn.Module) -> bool:
+    """Return whether a module has a parameter called ``weight`` of two or more dimensions.
+
+    Not one with a number for each feature, as layer norm's, which has any number of dimensions.
+    """
+    weight = module._parameters.get("weight")
+    return (
+        weight is not None
+        and not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+        and not isinstance(weight, UninitializedParameter)
+        and weight.ndim > 1
+    )
+
+
+def unknown_axis(path: str, module: nn.Module) -> str:
+    """Return the message for a weight of a module whose output axis is not known."""
+    return (
+        f"`where` selected {path.rpartition('.')[0] or 'the model itself'}, but the output axis of "
+        f"{type(module).__name__}.weight is unknown; pass dim, or do not select it"
+    )
 
 
 def matching(names: list[str], pattern: str, argument: str) -> list[str]:

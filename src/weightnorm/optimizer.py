@@ -13,6 +13,7 @@ parameters averages w, and a row that becomes exactly zero loses its direction.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from weightnorm import layers
 from weightnorm.arguments import check_dim, check_where
+from weightnorm.dtensor import refuse_flattened
 from weightnorm.functional import Parts, resolve_dim
 from weightnorm.in_place import InPlaceWeight, Retract, initial_norm
 from weightnorm.optimizer_state import (
@@ -37,9 +39,12 @@ from weightnorm.units import Units, units_by_device
 Factory = Callable[..., torch.optim.Optimizer]
 Where = Callable[[str, nn.Module], bool]
 Dim = int | Literal["auto"] | None
+_Owner = tuple[Callable[[], nn.Module | None], str]
 ROLES = ("directions", "lengths", "others")
 DECAYS = ("parts", "w", "g", None)
 _NOT_OPTIONS = ("params", "param_names", *ROLES)
+_MARKS = ("weight_decay_on", "g_scale")
+"""Keys of our groups by which a state of another kind is refused; not for the inner optimizers."""
 
 
 @dataclass
@@ -70,7 +75,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             function of parameter groups such as ``functools.partial(torch.optim.Adam, lr=0.001)``.
         params: parameter groups, as for any optimizer; by default all of the model's parameters. g
             is in the group of its weight. Where roles have their own optimizers, a group may have
-            options for one of them: ``{"params": …, "lr": 0.02, "lengths": {"lr": 0.001}}``.
+            options for one of them: ``{"params": …, "lr": 0.02, "lengths": {"lr": 0.001}}``. A
+            group's own `lr` is not for an optimizer given as `lengths`.
         lengths: the optimizer of g; by default `inner`.
         others: the optimizer of all other parameters; by default that of g.
         where: narrows the choice of weights, or widens it to embeddings, as in
@@ -142,11 +148,12 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         check_where(where)
         _check_options(scale, train_g, project, retract, weight_decay_on)
         matrices = _moves_matrices(inner) if matrices is None else matrices
-        weights, frozen = _weights(model, where, dim, matrices)
+        weights, frozen, self._owners = _weights(model, where, dim, matrices)
         found = {w.weight: w for w in weights}
         self._inner: list[torch.optim.Optimizer] = []
         self._stepped = False
         self._log, self._train_g, self._retract = scale == "log", train_g, retract
+        self._decays_w = weight_decay_on == "w"
         self._project, self._normalize_update = project, normalize_update
         super().__init__(list(model.parameters()) if params is None else params, {})
         self._weights = [found[p] for p in self._parameters() if p in found]
@@ -181,14 +188,18 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         plans: dict[str, list[_Bucket]] = {name: [] for name in factories}
         for group in self.param_groups:
             buckets: dict[tuple[str, bool, str], _Bucket] = {}
+            bare = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
             for role in ROLES:
+                # A group's learning rate is not that of an optimizer which is for g alone.
+                own = role == owner[role] == "lengths"
+                settings = {k: v for k, v in bare.items() if not (own and k == "lr")}
+                differs = role in group or settings != bare
                 decays = weight_decay_on == "parts" or role in (
                     "others",
                     "lengths" if weight_decay_on == "g" else "",
                 )
-                key = owner[role], decays, role if role in group else ""
+                key = owner[role], decays, role if differs else ""
                 if key not in buckets:
-                    settings = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
                     buckets[key] = _Bucket({**settings, **group.get(role, {})}, decays)
                 buckets[key].roles.append(role)
             by_role = {role: bucket for bucket in buckets.values() for role in bucket.roles}
@@ -208,6 +219,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 "parameters another one: lengths=functools.partial(torch.optim.AdamW, lr=…)"
             )
         self._slots: list[tuple[int, int]] = []
+        self._undecayed: list[bool] = []
+        marks = {"weight_decay_on": weight_decay_on, "g_scale": "log" if self._log else "linear"}
         self._group_of: dict[nn.Parameter, int] = {}
         self.param_groups = []
         for name, plan in plans.items():
@@ -220,14 +233,16 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"expected an optimizer's class, got {type(inner).__name__}")
             self._inner.append(inner)
             for i, (bucket, group) in enumerate(zip(plan, inner.param_groups, strict=True)):
-                if not bucket.decays:
-                    _move_decay(group, weight_decay_on if "directions" in bucket.roles else None)
+                if not bucket.decays and "directions" in bucket.roles:
+                    _check_decay(group, weight_decay_on)
                 if "directions" in bucket.roles:
                     number = len(self.param_groups)
                     self._group_of.update({p: number for p in bucket.shown if p in found})
                 self._slots.append((len(self._inner) - 1, i))
-                self.param_groups.append({"params": bucket.shown, **_settings(group)})
-            self.defaults = {**inner.defaults, **self.defaults}
+                self.param_groups.append({"params": bucket.shown, **_settings(group), **marks})
+                self._undecayed.append(not bucket.decays and "weight_decay" in group)
+        self.defaults = _common_defaults(self._inner)
+        self._to_inner()
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._inner) and (
             len(self._inner) > 1 or self._normalize_update
         ):
@@ -240,6 +255,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     def parts(self) -> dict[str, Parts]:
         """v and g of every normalized weight, by its name in the model."""
+        self._follow()
         with torch.no_grad():
             return {weight.name: weight.parts(self._log) for weight in self._weights}
 
@@ -249,8 +265,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         if not torch.compiler.is_compiling():
             self._check_memory()
             self._stepped = True  # torch 2.9 cannot compile it
-        for group, inner in self._pairs():
-            inner.update(_settings(group))
+        self._to_inner()
         loss = None
         if closure is not None and len(self._inner) == 1 and not self._normalize_update:
             loss = self._step_with(closure)
@@ -259,8 +274,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             self._step()
-        for group, inner in self._pairs():
-            group.update(_settings(inner))
+        self._from_inner()
         return loss
 
     def _step(self) -> None:
@@ -331,8 +345,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 getattr(optimizer, mode)()
         finally:
             self._to_weights(is_v, keep_norm=self._retract is not False, clear=False)
-        for group, theirs in self._pairs():
-            group.update(_settings(theirs))
+        self._from_inner()
 
     def _active(self, units: Units) -> list[int]:
         return [i for i, weight in enumerate(units.weights) if weight.has_grad()]
@@ -361,12 +374,12 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     def _decay_weights(self, active: list[list[int]]) -> None:
         """w ← (1 − lr·weight_decay)·w for ``weight_decay_on="w"``: of w, g alone changes."""
-        if not any(group.get("weight_decay_on_w") for group in self.param_groups):
+        if not self._decays_w:
             return
         for units, which in zip(self._units, active, strict=True):
             for i in which:
                 group = self.param_groups[self._group_of[units.weights[i].weight]]
-                if decay := group.get("weight_decay_on_w", 0.0):
+                if decay := group["weight_decay"]:
                     units.shrink(i, 1 - float(group["lr"]) * decay)
 
     def _learning_rates(self, units: Units) -> list[Any]:
@@ -384,6 +397,26 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                     f"{name} was frozen when the optimizer was built, so it is not normalized, but "
                     "it has a gradient now; build the optimizer again, or before freezing"
                 )
+        if not self._stepped:
+            self._check_owners()
+        self._follow()
+
+    def _check_owners(self) -> None:
+        """Raise if a module has another parameter in place of a weight. Not for sharded weights,
+        which FSDP2 replaces by whole ones in a forward and backward pass."""
+        for weight in self._weights:
+            if weight.weight not in self._owners:
+                continue
+            owner, name = self._owners[weight.weight]
+            module = owner()
+            if module is not None and module._parameters.get(name) is not weight.weight:
+                raise RuntimeError(
+                    f"{weight.name} is no longer a parameter of the model, which was sharded, "
+                    "normalized or given other weights after the optimizer was built; build the "
+                    "optimizer last"
+                )
+
+    def _follow(self) -> None:
         if any(weight.moved() for weight in self._weights):
             self._bind()
 
@@ -397,6 +430,19 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         """Our parameter groups, each with the inner optimizer's."""
         for group, (i, j) in zip(self.param_groups, self._slots, strict=True):
             yield group, self._inner[i].param_groups[j]
+
+    def _to_inner(self) -> None:
+        """Hand the options of our groups to the inner optimizers. Where weight decay does not act
+        on v or g, theirs is 0 and ours is the user's."""
+        for undecayed, (group, inner) in zip(self._undecayed, self._pairs(), strict=True):
+            inner.update(_settings(group, _MARKS))
+            if undecayed:
+                inner["weight_decay"] = 0.0
+
+    def _from_inner(self) -> None:
+        """Take over what the inner optimizers changed in their groups."""
+        for undecayed, (group, inner) in zip(self._undecayed, self._pairs(), strict=True):
+            group.update(_settings(inner, ("weight_decay",) if undecayed else ()))
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (p for group in self.param_groups for p in group["params"])
@@ -467,20 +513,21 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 unpack_state(found[p], state, inner_state)
             else:
                 inner_state[p] = state
-        loaded = dict(zip(self._slots, state_dict["param_groups"], strict=True))
-        for i, inner in enumerate(self._inner):
+        for group, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(_settings(theirs))
+        self._to_inner()
+        for inner in self._inner:
             numbers = {p: n for n, p in enumerate(_params(inner))}
             inner.load_state_dict(
                 {
                     "state": {n: inner_state[p] for p, n in numbers.items() if inner_state.get(p)},
                     "param_groups": [
-                        {**_settings(loaded[i, j]), "params": [numbers[p] for p in group["params"]]}
-                        for j, group in enumerate(inner.param_groups)
+                        {**_settings(group), "params": [numbers[p] for p in group["params"]]}
+                        for group in inner.param_groups
                     ],
                 }
             )
-        for group, inner_group in self._pairs():
-            group.update(_settings(inner_group))
+        self._from_inner()
         self._stepped = any(inner.state for inner in self._inner)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -491,6 +538,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._owners = {}
         self._ids = [id(p) for p in self._parameters()]
         self._bind()
 
@@ -504,6 +552,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 _NOT_COPIED = (
     "step",
     "_units",
+    "_owners",
     "_ids",
     "_zero_grad_profile_name",
     "_optimizer_step_pre_hooks",
@@ -515,8 +564,16 @@ _NOT_COPIED = (
 )
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+def _settings(group: dict[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
+    left_out = ("params", "param_names", *without)
+    return {key: value for key, value in group.items() if key not in left_out}
+
+
+def _common_defaults(optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """The defaults that all optimizers have, as the first has them: schedulers read them to know
+    which options every group has."""
+    first, *others = (optimizer.defaults for optimizer in optimizers)
+    return {key: value for key, value in first.items() if all(key in one for one in others)}
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
@@ -562,18 +619,12 @@ def _check_options(
         )
 
 
-def _move_decay(group: dict[str, Any], weight_decay_on: str | None) -> None:
-    """Let the inner optimizer's weight decay act on none of this group."""
-    if "weight_decay" not in group:
-        if weight_decay_on is None:
-            return
+def _check_decay(group: dict[str, Any], weight_decay_on: str | None) -> None:
+    if weight_decay_on is not None and "weight_decay" not in group:
         raise ValueError(
             f"weight_decay_on={weight_decay_on!r} needs an optimizer with `weight_decay`; it has "
             f"{sorted(_settings(group))}"
         )
-    if weight_decay_on == "w":
-        group["weight_decay_on_w"] = group["weight_decay"]
-    group["weight_decay"] = 0.0
 
 
 def _moves_matrices(inner: Factory) -> bool:
@@ -597,12 +648,15 @@ def _weights(
     where: Where | None,
     dim: Dim | Callable[[str, nn.Module], Dim],
     matrices: bool,
-) -> tuple[list[InPlaceWeight], dict[str, nn.Parameter]]:
-    """The plain weights to normalize, tied ones once; and by name those left out, being frozen."""
+) -> tuple[list[InPlaceWeight], dict[str, nn.Parameter], dict[nn.Parameter, _Owner]]:
+    """The plain weights to normalize, tied ones once; by name those left out, being frozen; and
+    the modules of the first."""
     found: list[InPlaceWeight] = []
+    owners: dict[nn.Parameter, _Owner] = {}
     frozen: dict[str, nn.Parameter] = {}
     seen: dict[int, tuple[str, tuple[int | None, int]]] = {}
     already = 0
+    refuse_flattened(model)
     for path, module, name in layers.chosen_weights(model, where):
         weight = module._parameters.get(name)
         if weight is None:
@@ -615,6 +669,8 @@ def _weights(
         chosen = dim(path.rpartition(".")[0], module) if callable(dim) else dim
         check_dim(chosen)
         axis: tuple[int | None, int]
+        if chosen == "auto" and not layers.weight_names(module):
+            raise ValueError(layers.unknown_axis(path, module))
         axis = layers.unit_axis(module, name) if chosen == "auto" else (chosen, 1)
         if chosen == "auto" and weight.ndim < 2:
             raise ValueError(
@@ -633,6 +689,8 @@ def _weights(
         seen[id(weight)] = path, axis
         blocks = _stacked(module, name) if matrices else 0
         found.append(InPlaceWeight(path, weight, *axis, blocks=blocks))
+        if type(weight) is nn.Parameter:  # not sharded
+            owners[weight] = weakref.ref(module), name
     if not seen:
         reason = (
             f"its {already} weights are normalized already; give their v and g to any torch "
@@ -641,7 +699,7 @@ def _weights(
             else "`where` and requires_grad select no weight of a known layer"
         )
         raise ValueError(f"nothing to normalize in {type(model).__name__}: {reason}")
-    return found, frozen
+    return found, frozen, owners
 
 
 def _check_weight(path: str, module: nn.Module, name: str, weight: nn.Parameter) -> None:

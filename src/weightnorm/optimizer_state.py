@@ -68,6 +68,14 @@ def state_by_parameter(
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """The saved state of each parameter, with torch's checks and words."""
     saved = state_dict["param_groups"]
+    for argument, key in {"weight_decay_on": "weight_decay_on", "scale": "g_scale"}.items():
+        ours = groups[0][key]
+        theirs = saved[0].get(key, ours) if saved else ours
+        if theirs != ours:
+            raise ValueError(
+                f"the loaded state dict is of an optimizer with {argument}={theirs!r}, this one "
+                f"has {ours!r}; build it as it was when the state was saved"
+            )
     if len(saved) != len(groups):
         raise ValueError(
             f"loaded state dict has {len(saved)} parameter groups, expected {len(groups)}"
@@ -76,11 +84,6 @@ def state_by_parameter(
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of "
             "optimizer's group"
-        )
-    if ["weight_decay_on_w" in g for g in saved] != ["weight_decay_on_w" in g for g in groups]:
-        raise ValueError(
-            'one of the loaded state dict and this optimizer has weight_decay_on="w", the other '
-            "has not; build the optimizer as it was when the state was saved"
         )
     keys = (key for group in saved for key in group["params"])
     params = (p for group in groups for p in group["params"])

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from weightnorm import functional, kernels, layers, parametrization
@@ -137,35 +138,16 @@ def _selected(
     model: nn.Module, where: Callable[[str, nn.Module], bool] | None, dim: Dim
 ) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (path, module, name) of every weight to normalize, normalized already or not."""
-    for path, module in model.named_modules():
-        names = layers.weight_names(module)
-        if where is None:
-            selected = not isinstance(module, layers.EMBEDDING)
-        else:
-            selected = bool(where(path, module))
-            if selected and not names and _has_other_weight(module):
-                names = ("weight",)
-                if dim == "auto" and not is_weight_normed(module):
-                    raise ValueError(
-                        f"`where` selected {path or 'the model itself'}, but the output axis of "
-                        f"{type(module).__name__}.weight is unknown; pass dim, or do not select it"
-                    )
-        for name in names if selected else ():
-            yield f"{path}.{name}".lstrip("."), module, name
+    for path, module, name in layers.chosen_weights(model, where, _has_other_weight):
+        known = layers.weight_names(module) or is_weight_normed(module)
+        if dim == "auto" and not known:
+            raise ValueError(layers.unknown_axis(path, module))
+        yield path, module, name
 
 
 def _has_other_weight(module: nn.Module) -> bool:
     """Whether a module of a type unknown to ``layers`` has a weight matrix named ``weight``."""
-    if is_weight_normed(module, "weight"):
-        return True
-    weight = module._parameters.get("weight")
-    elementwise = (nn.LayerNorm, nn.RMSNorm)  # one number per feature, in any number of dimensions
-    return (
-        weight is not None
-        and not isinstance(module, elementwise)
-        and not isinstance(weight, UninitializedParameter)
-        and weight.ndim > 1
-    )
+    return is_weight_normed(module, "weight") or layers.has_weight_matrix(module)
 
 
 def _with_tied(
@@ -341,11 +323,16 @@ def _plan(module: nn.Module, name: str, options: _Options) -> _Plan:
     return plan
 
 
-def _check_changeable(module: object, function: str) -> None:
+def _check_changeable(module: Any, function: str) -> None:
     """Check that the argument is a module whose parameters can be replaced."""
     check_module(module, function)
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{function} cannot change a ScriptModule; apply it before torch.jit")
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        raise ValueError(
+            "DistributedDataParallel has registered the parameters already, and would not send the "
+            f"gradients of new ones; call {function} first, then wrap the model"
+        )
 
 
 def _check_options(options: _Options) -> None:

@@ -59,7 +59,7 @@ def robust_init(
     Returns:
         g of every layer that was set, by name. Layers that share a weight are set once, under the
         first name. Not set are layers that share a weight with another kind of module, such as an
-        embedding, and layers whose weight another parametrization or hook computes.
+        embedding, layers whose weight another parametrization or hook computes, and frozen ones.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     >>> robust_init(model)
@@ -101,8 +101,11 @@ def robust_init(
 
 
 def _is_settable(layer: nn.Module) -> bool:
-    """Return whether this is a linear layer or convolution with a plain or normalized weight."""
+    """Return whether this is a linear layer or convolution with a plain or normalized weight that
+    is trained."""
     if isinstance(layer, nn.Bilinear):
+        return False
+    if not all(p.requires_grad for p in layers.own_parameters(layer)):
         return False
     return is_weight_normed(layer, "weight") or layer._parameters.get("weight") is not None
 

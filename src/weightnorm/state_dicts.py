@@ -12,10 +12,11 @@ renames. Folding computes w = g·v/‖v‖. Decomposing a plain weight sets v = 
 folds back bit for bit.
 
 Note [which pairs are weight norm]
-    Names alone do not decide: attention layers have parameters called ``bias_g`` and ``bias_v``.
-    A pair counts as weight norm if both are real floating-point tensors, v has two or more
-    dimensions, and g has the shape of a norm of v: one number, or one for each index along an axis
-    (with 1 along all others, or flat). All other tensors are copied as they are.
+    Names alone do not decide: other tensors have such names too, as ``bias_v`` of
+    ``nn.MultiheadAttention``. A pair counts as weight norm if both are real floating-point tensors,
+    v has two or more dimensions, and g has the shape of a norm of v: one number, or one for each
+    index along an axis (with 1 along all others, or flat). All other tensors are copied as they
+    are.
 
 Note [conversion is planned first]
     ``plan_conversion`` decides from shapes and types what each new key will hold, and refuses
@@ -41,7 +42,7 @@ from torch.nn.parameter import is_lazy
 
 from weightnorm import functional, kernels
 from weightnorm.arguments import check_module
-from weightnorm.dtensor import local
+from weightnorm.dtensor import any_true, placed_like
 from weightnorm.folding import refuse_folded
 from weightnorm.functional import Parts
 from weightnorm.inspection import NormalizedWeight, find_normalized
@@ -216,7 +217,7 @@ def _decompose(path: str, w: Tensor, axis: int | None) -> Parts:
     zero = functional.norm((w != 0).to(w.dtype), axis) == 0
     v = torch.where(functional.per_weight(zero, w, axis, 1), v, w)
     finite = functional.norm(w.isfinite().logical_not().to(w.dtype), axis) == 0
-    if bool(local(finite & g.isfinite().logical_not()).any()):
+    if any_true(finite & g.isfinite().logical_not()):
         raise StateDictError(f"{path}: ‖w‖ is too large for {w.dtype}; use a wider type")
     return Parts(v=v, g=g)
 
@@ -591,12 +592,13 @@ def _fit(target: NormalizedWeight, weight: StoredWeight | None, value: Any) -> d
         _check_shape(target.path, w, own_v)
         _refuse_narrow(target.path, w)
         v, g = target.decomposed(target.inverted(w) if weight is None else w)
-        if not (g.is_meta or bool(local(g).isfinite().all())):
+        if not g.is_meta and any_true(g.isfinite().logical_not()):
             raise StateDictError(
                 f"{target.path}: ‖w‖ is not finite, so w cannot be represented by v and g"
             )
     g_key, v_key, *mark = _own_keys(target)
-    return {g_key: g.reshape(own_g.shape), v_key: v, **{key: torch.tensor(True) for key in mark}}
+    g, v = placed_like(g.reshape(own_g.shape), own_g), placed_like(v, own_v)
+    return {g_key: g, v_key: v, **{key: torch.tensor(True) for key in mark}}
 
 
 def _keeps_parts(target: NormalizedWeight, weight: StoredWeight) -> bool:
@@ -609,7 +611,7 @@ def _keeps_parts(target: NormalizedWeight, weight: StoredWeight) -> bool:
     if weight.g.shape != g.shape and not (flat and len(_kept_axes(weight, "infer")) == 1):
         return False
     # A log-scale cannot represent a negative g.
-    return not target.is_log or weight.is_log or not bool((local(weight.g) < 0).any())
+    return not target.is_log or weight.is_log or not any_true(weight.g < 0)
 
 
 def _fold_checked(state: State, weight: StoredWeight) -> Tensor:

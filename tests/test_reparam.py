@@ -275,6 +275,21 @@ def test_assigning_a_weight_copies_it():
         layer.weight = torch.randn(4, 3)
 
 
+def test_assigning_a_parameter_is_refused():
+    layer, other = weight_norm(nn.Linear(4, 3)), nn.Linear(4, 3)
+    before = layer.weight.detach().clone()
+    with pytest.raises(TypeError, match=r"weight of this Linear is computed from v and g"):
+        layer.weight = other.weight
+    assert torch.equal(layer.weight, before)
+    layer.bias = other.bias  # what is not normalized is a parameter as usual
+    assert layer.bias is other.bias
+    layer.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    assert {"bias", "scale"} <= dict(layer.named_parameters()).keys()
+    remove_weight_norm(layer)
+    layer.weight = other.weight
+    assert layer.weight is other.weight
+
+
 def test_weight_norm_model_normalizes_every_known_layer():
     model = nn.Sequential(
         nn.Embedding(9, 4), nn.LSTM(4, 4), nn.TransformerEncoderLayer(4, 2, 8), nn.LayerNorm(4)

@@ -413,6 +413,7 @@ def _extend_class(module: nn.Module, names: Iterable[str]) -> None:
     cls._has_weight_norm = True
     cls.__reduce_ex__ = _reduce_ex
     cls._load_from_state_dict = _load_from_state_dict
+    cls.register_parameter = _register_parameter
     for method in ("reset_parameters", "_reset_parameters"):
         if hasattr(cls, method):
             setattr(cls, method, reset_through_parts(method))
@@ -454,6 +455,18 @@ def _reduce_ex(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     # Python 3.10 has no object.__getstate__; torch's own on this class only raises.
     state = base.__getstate__(module) if hasattr(base, "__getstate__") else dict(module.__dict__)
     return _rebuild, (base, tuple(parametrizations_of(module))), state
+
+
+def _register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Refuse ``layer.weight = nn.Parameter(…)``: the weight is not a parameter."""
+    if name in parametrizations_of(module):
+        raise TypeError(
+            f"{name} of this {_plain_class(module).__name__} is computed from v and g, so it cannot "
+            f"be replaced by a parameter. To set its value, assign a tensor: layer.{name} = "
+            "parameter.detach(). To share a parameter with another layer, share it first, then "
+            "normalize both"
+        )
+    _plain_class(module).register_parameter(module, name, param)
 
 
 def _load_from_state_dict(

@@ -12,8 +12,10 @@ from weightnorm.lab.errors import CheckpointError
 from weightnorm.lab.runs.checkpoints import (
     load_checkpoint,
     previous,
+    random_state,
     recover_checkpoint,
     save_checkpoint,
+    set_random_state,
 )
 
 STATE = {"weight": torch.arange(6.0), "epoch": 1, "metrics": [{"loss": 0.5}]}
@@ -120,3 +122,46 @@ def test_arbitrary_content_is_refused_and_not_executed(tmp_path_factory, content
     with pytest.raises(CheckpointError):
         load_checkpoint(path)
     assert not os.path.exists("/tmp/weightnorm-checkpoint-executed")
+
+
+class FakeDevices:
+    """Random states of several devices of one type, as torch.cuda has them."""
+
+    def __init__(self, takes_a_device=True):
+        self.states, self.takes_a_device = {}, takes_a_device
+
+    def get_rng_state(self, *device):
+        assert bool(device) == self.takes_a_device
+        return self.states[device]
+
+    def set_rng_state(self, state, *device):
+        assert bool(device) == self.takes_a_device
+        self.states[device] = state
+
+
+def test_random_state_is_of_the_runs_own_device(monkeypatch):
+    devices = FakeDevices()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+    first, last = torch.device("cuda:0"), torch.device("cuda:3")
+    devices.states = {(last,): torch.tensor([3])}
+    state = random_state(last)
+    assert sorted(state) == ["cpu", "cuda"]
+    devices.states = {(first,): torch.tensor([0])}  # resumed where there is one device
+    expected = torch.rand(3)
+    set_random_state(state, first)
+    assert devices.states == {(first,): torch.tensor([3])}
+    assert torch.equal(torch.rand(3), expected)
+    set_random_state(state, torch.device("cpu"))
+    assert torch.equal(torch.rand(3), expected)
+    set_random_state(random_state(torch.device("cpu")), first)  # from a run on the CPU
+    assert devices.states == {(first,): torch.tensor([3])}
+
+
+def test_random_state_of_mps(monkeypatch):
+    devices = FakeDevices(takes_a_device=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+    devices.states = {(): torch.tensor([5])}
+    state = random_state(torch.device("mps:0"))
+    devices.states = {}
+    set_random_state(state, torch.device("mps"))
+    assert devices.states == {(): torch.tensor([5])}

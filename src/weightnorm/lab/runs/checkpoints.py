@@ -81,19 +81,24 @@ def previous(path: Path) -> Path:
     return path.with_name(f"{path.stem}-previous{path.suffix}")
 
 
-def random_state() -> dict[str, Tensor | list[Tensor]]:
-    """Return the state of torch's random number generators, on every device."""
-    state: dict[str, Tensor | list[Tensor]] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of torch's random number generators on the CPU and on `device`."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(*_index(device))
     return state
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restore what `random_state` returned."""
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Restore what `random_state` returned; on another type of device, the CPU's alone."""
     torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], *_index(device))
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    """Return the argument that selects a device; mps has only one and takes none."""
+    return () if device.type == "mps" else (device,)
 
 
 def _with_digest(archive: bytes) -> bytes:

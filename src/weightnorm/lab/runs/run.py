@@ -254,7 +254,7 @@ class Run:
             self.epoch, self.step, self.metrics = state["epoch"], state["step"], state["metrics"]
             self.totals = EpochMetrics.of_rank(state["totals"], self.ranks.rank, self.device)
             self.seconds = state["seconds"]
-            set_random_state(state["random"][self.ranks.rank])
+            set_random_state(state["random"][self.ranks.rank], self.device)
         except LabError:
             raise
         except (KeyError, RuntimeError) as error:  # what load_state_dict raises
@@ -266,7 +266,8 @@ class Run:
 
     def save(self, path: Path | None = None) -> None:
         """Write a checkpoint, by default to ``checkpoint.pt``."""
-        parts = self.ranks.gather((random_state(), self.totals.cpu()), "parts of a checkpoint")
+        mine = random_state(self.device), self.totals.cpu()
+        parts = self.ranks.gather(mine, "parts of a checkpoint")
         if self.ranks.first:
             state = {
                 "config": scientific_fields(self.config),

@@ -461,7 +461,7 @@ def _register_parameter(module: nn.Module, name: str, param: nn.Parameter | None
     """Refuse ``layer.weight = nn.Parameter(…)``: the weight is not a parameter."""
     if name in parametrizations_of(module):
         raise TypeError(
-            f"{name} of this {_plain_class(module).__name__} is computed from v and g, so it cannot "
+            f"{name} of this {_plain_class(module).__name__} is computed from v and g and cannot "
             f"be replaced by a parameter. To set its value, assign a tensor: layer.{name} = "
             "parameter.detach(). To share a parameter with another layer, share it first, then "
             "normalize both"

@@ -78,7 +78,7 @@ LIBRARY = {
         "torch_private",
     },
     "state_dicts": {"arguments", "folding", "dtensor", "functional", "inspection", "kernels"},
-    "diagnostics.probes": {"dtensor", "folding", "functional", "inspection", "layers"},
+    "diagnostics.probes": {"dtensor", "folding", "functional", "inspection", "kernels", "layers"},
     "diagnostics.monitor": {
         "arguments",
         "diagnostics.probes",
@@ -95,6 +95,7 @@ LIBRARY = {
         "inspection",
         "layers",
         "optimizer",
+        "parametrization",
     },
     "diagnostics": {"diagnostics.linter", "diagnostics.monitor", "diagnostics.probes"},
     "in_place": {"dtensor", "functional", "kernels"},

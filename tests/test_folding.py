@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from threads import in_threads
 from weightnorm import (
@@ -451,3 +451,48 @@ def test_a_module_of_the_users_may_be_called_parametrizations():
     model.add_module("parametrizations", nn.ModuleDict({"weight": nn.Identity()}))
     assert weight_norm_model(model) == ["0.weight"]
     assert remove_weight_norm(model) == ["0.weight"]
+
+
+@every_flavour
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        parametrizations.orthogonal,
+        lambda layer: delattr(layer, "weight"),
+    ],
+    ids=["pruned", "parametrized", "deleted"],
+)
+def test_a_weight_that_is_replaced_inside_the_block_comes_back(flavour, change):
+    model = nn.Sequential(flavour(nn.Linear(3, 3)), nn.Tanh(), flavour(nn.Linear(3, 3)))
+    x, before = torch.randn(4, 3), copy.deepcopy(model.state_dict())
+    y = model(x)
+    message = r"2\.weight: pruned, parametrized or removed"
+    with pytest.raises(RuntimeError, match=message), folded(model):
+        change(model[2])
+    assert model.state_dict().keys() == before.keys()
+    assert torch.equal(model(x), y)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    with folded(model):  # nothing is left folded
+        torch.testing.assert_close(model(x), y)
+    assert len(remove_weight_norm(model)) == 2
+
+
+def test_a_pruned_part_of_torchs_hook_is_refused_before_anything_changes():
+    model = nn.Sequential(*(nn.utils.weight_norm(nn.Linear(2, 2)) for _ in range(2)))
+    prune.l1_unstructured(model[1], "weight_v", 0.5)
+    keys = list(model.state_dict())
+    for change in (remove_weight_norm, lambda model: folded(model).__enter__()):
+        with pytest.raises(ValueError, match=r"prune\.remove\(layer, 'weight_v'\) first"):
+            change(model)
+        assert list(model.state_dict()) == keys
+    prune.remove(model[1], "weight_v")
+    assert remove_weight_norm(model) == ["0.weight", "1.weight"]
+
+
+def test_removed_in_inference_mode_the_weight_can_be_trained():
+    layer = weight_norm(nn.Linear(3, 2))
+    with torch.inference_mode():
+        remove_weight_norm(layer)
+    layer(torch.ones(1, 3, requires_grad=True)).sum().backward()
+    assert layer.weight.grad is not None

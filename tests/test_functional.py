@@ -242,3 +242,25 @@ def test_low_rank_row_norms_are_exact_under_autocast_and_in_mixed_types():
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
     mixed = row_norm_low_rank(W.double(), A, B)
     assert mixed.dtype == torch.float64
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_wrong_shapes_are_refused(grad):
+    v, g = torch.randn(4, 5), torch.ones(4, 1)
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(ValueError, match=r"grad_w has shape \(1, 5\), v has \(4, 5\)"):
+            gradients(torch.ones(1, 5), v=v, g=g)
+        for wrong in (torch.ones(1, 1), torch.ones(5, 1), torch.ones(4)):
+            with pytest.raises(ValueError, match=r"needs \(4, 1\)"):
+                gradients(torch.ones(4, 5), v=v, g=wrong)
+            with pytest.raises(ValueError, match=r"needs \(4, 1\)"):
+                compose(v=v, g=wrong)
+
+
+def test_decompose_keeps_the_memory_format():
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        w = torch.randn(4, 3, 2, 2).to(memory_format=memory_format)
+        w[0] = 0
+        v, g = decompose(w)
+        assert v.stride() == w.stride()
+        assert torch.equal(compose(v=v, g=g)[0], w[0])

@@ -228,3 +228,26 @@ def test_g_may_be_strided(strided, on_device):
     torch.testing.assert_close(torch.autograd.grad(compute(v, g), (v, g), grad_w), expected)
     with torch.no_grad():
         torch.testing.assert_close(kernels.gradients(grad_w, v, g, 0), expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("form", [kernels.compose, kernels.gradients], ids=["compose", "gradients"])
+def test_one_length_for_each_unit(form, dim):
+    v = torch.randn(3, 4, 2)
+    grad = [torch.ones_like(v)] if form is kernels.gradients else []
+    for grads in (True, False):
+        with torch.set_grad_enabled(grads), pytest.raises(ValueError, match="g has shape"):
+            form(*grad, v, torch.ones(2, 1, 1), dim)
+
+
+@pytest.mark.parametrize("form", [formula, closed_form, on_accelerator])
+def test_third_derivatives_are_zero_in_a_zero_row(form):
+    v, g = torch.randn(3, 2, dtype=torch.float64), torch.randn(3, 1, dtype=torch.float64)
+    v[1] = 0
+    inputs = v.requires_grad_(), g.requires_grad_()
+    total = form(v, g, 0).square().mul(torch.arange(1.0, 3)).sum()
+    for _ in range(3):
+        grads = torch.autograd.grad(total, inputs, create_graph=True)
+        assert all((grad[1] == 0).all() for grad in grads)
+        assert all(grad.isfinite().all() for grad in grads)
+        total = sum(grad.tanh().sum() for grad in grads)

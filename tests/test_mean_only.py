@@ -1,6 +1,7 @@
 """Mean-only batch norm: eq. 7 and 8, torch's conventions, and around a layer."""
 
 import copy
+import functools
 import pickle
 import weakref
 
@@ -457,3 +458,44 @@ def test_inputs_may_be_given_by_name():
     layer = mean_only_batch_norm(nn.Linear(3, 2))
     x = torch.randn(5, 3)
     torch.testing.assert_close(layer(input=x), layer(x))
+
+
+def replaced_forward():
+    layer = nn.Linear(3, 4)
+    plain = layer.forward
+    layer.forward = functools.wraps(plain)(lambda x: 5 * plain(x) + 1)  # as accelerate's hooks do
+    return layer, torch.randn(8, 3)
+
+
+class Standardized(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        weight = weight - weight.mean((1, 2, 3), keepdim=True) + 0.7
+        return super()._conv_forward(x, weight, bias)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [replaced_forward, lambda: (Standardized(3, 4, 3, padding=1), torch.randn(8, 3, 6, 6) + 2)],
+    ids=["forward", "_conv_forward"],
+)
+def test_a_replaced_forward_is_called(make):
+    layer, x = make()
+    centered = mean_only_batch_norm(layer)
+    t = layer(x)
+    bias = layer.bias.view(-1, *[1] * (t.ndim - 2))
+    torch.testing.assert_close(centered(x), t - t.mean(axes(t), keepdim=True) + bias)
+
+
+def test_a_batch_that_raises_an_error_is_not_counted():
+    centered = mean_only_batch_norm(nn.Linear(3, 2))
+    with pytest.raises(RuntimeError):
+        centered(torch.randn(4, 3, dtype=torch.float64))
+    assert centered.norm.num_batches_tracked == 0
+    assert (centered.norm.running_mean == 0).all()
+
+
+def test_folded_bias_has_the_type_of_the_layer():
+    centered = mean_only_batch_norm(nn.Linear(3, 2))
+    centered(torch.randn(4, 3))
+    centered.layer.bfloat16()
+    assert centered.fold()(torch.ones(1, 3, dtype=torch.bfloat16)).dtype is torch.bfloat16

@@ -5,6 +5,7 @@ import io
 import pickle
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -1052,3 +1053,52 @@ def test_a_copy_of_the_state_is_a_plain_dict():
     loss_of(model, 0).backward()
     optimizer.step()
     assert type(copy.copy(optimizer.state)) is dict
+
+
+def test_parameters_that_share_memory_are_refused():
+    first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    model = nn.Sequential(first, second)
+    second.weight = nn.Parameter(first.weight.data)
+    with pytest.raises(ValueError, match=r"1\.weight shares its memory with 0\.weight"):
+        WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="shares its memory"):  # the other one is not normalized
+        WeightNormOptimizer(model, torch.optim.SGD, lr=0.1, where=lambda name, _: name == "0")
+    second.weight = first.weight
+    WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+
+
+def test_muon_takes_the_projection_of_an_lstm_as_one_matrix():
+    layer = nn.LSTM(5, 8, proj_size=4)
+    lengths = partial(torch.optim.Adam, lr=0.01)
+    optimizer = WeightNormOptimizer(layer, torch.optim.Muon, lr=0.1, lengths=lengths)
+    shapes = {w.name: [tuple(d.shape) for d in w.directions] for w in optimizer._weights}
+    assert shapes["weight_hr_l0"] == [(4, 8)]
+    assert shapes["weight_hh_l0"] == [(8, 4)] * 4
+
+
+@pytest.mark.parametrize("retract", [2, 2.0, np.float32(2), np.int64(2)])
+def test_retraction_to_any_kind_of_number(retract):
+    layer = nn.Linear(3, 2)
+    optimizer = WeightNormOptimizer(layer, torch.optim.SGD, lr=0.1, retract=retract)
+    layer(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.parts()["weight"].v.norm(dim=1), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("retract", [None, torch.tensor(2.0), [2]])
+def test_other_retractions_are_refused(retract):
+    with pytest.raises(TypeError, match='retract must be a bool, a number or "rms"'):
+        WeightNormOptimizer(nn.Linear(3, 2), torch.optim.SGD, lr=0.1, retract=retract)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_one_gradient_tensor_for_two_weights(dim):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    grad, other = torch.randn(4, 4), copy.deepcopy(model)
+    for network, shared in ((model, True), (other, False)):
+        optimizer = WeightNormOptimizer(network, torch.optim.SGD, lr=0.1, dim=dim)
+        for layer in network:
+            layer.weight.grad = grad if shared else grad.clone()
+        optimizer.step()
+    for layer, expected in zip(model, other, strict=True):
+        assert torch.equal(layer.weight, expected.weight)

@@ -6,6 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from weightnorm import output_sums
 from weightnorm.output_sums import output_axes, sum_outputs
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -95,3 +96,14 @@ def test_half_types_are_summed_in_float32():
     nn.init.ones_(layer.weight)
     x = torch.full((4096, 2), 300.0, dtype=torch.float16)  # its sum overflows float16
     assert sum_outputs(layer, x, layer.weight, []).tolist() == [2 * 4096 * 300.0]
+
+
+def test_matrices_of_long_sequences_are_not_kept():
+    layer = nn.Conv1d(1, 2, 41, padding=20, bias=False)
+    before = output_sums._cached_window_matrix.cache_info().currsize
+    for length in range(2000, 2010):
+        x = torch.randn(1, 1, length)
+        axes = output_axes(layer, x.shape)
+        total = sum_outputs(layer, x, layer.weight, axes)
+        torch.testing.assert_close(total, expected_sum(layer, x), rtol=1e-4, atol=1e-4)
+    assert output_sums._cached_window_matrix.cache_info().currsize == before

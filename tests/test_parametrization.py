@@ -20,7 +20,7 @@ from weightnorm import (
     weight_norm,
     weight_norm_model,
 )
-from weightnorm.parametrization import cached_weights
+from weightnorm.parametrization import WeightNorm, cached_weights
 from zoo import LAYERS, every_layer
 
 
@@ -384,3 +384,40 @@ def test_a_second_parametrization_is_inverted():
     parametrize.register_parametrization(layer, "weight", nn.Tanh())
     with pytest.raises(ValueError, match="Tanh follows weight norm and has no right_inverse"):
         init_(layer, nn.init.ones_)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": -1}, "dim=-1; expected None or an axis counted from the front"),
+        ({"dim": "auto"}, "dim='auto'; expected None"),
+        ({"dim": True}, "dim=True; expected None"),
+        ({"dim": 0, "scale": "lgo"}, "scale='lgo' is unknown; .* 'log'"),
+    ],
+)
+def test_arguments_of_weight_norm_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        WeightNorm(**options)
+
+
+def test_g_of_a_wrong_shape_is_refused_in_a_forward_pass():
+    layer = weight_norm(nn.Linear(4, 3))
+    wrong = {"parametrizations.weight.original0": torch.ones(1, 1)}
+    with pytest.raises(ValueError, match=r"needs \(3, 1\)"):
+        torch.func.functional_call(layer, wrong, (torch.eye(4),))
+
+
+def test_masked_rows_have_second_derivatives_under_function_transforms():
+    layer = weight_norm(nn.Linear(3, 2), mask=torch.tensor([[0.0, 0, 0], [1, 1, 0]]))
+    grad, values = torch.func.grad, {k: p.detach() for k, p in layer.named_parameters()}
+
+    def loss(values):
+        return torch.func.functional_call(layer, values, (torch.ones(1, 3),)).tanh().sum()
+
+    def penalty(values):
+        return sum(g.square().sum() for g in grad(loss)(values).values())
+
+    second = grad(penalty)(values)["parametrizations.weight.original1"]
+    assert (second[0] == 0).all()
+    assert second.isfinite().all()
+    assert (second[1, :2] != 0).any()

@@ -769,3 +769,13 @@ def test_weights_of_8_bits_are_refused(apply):
     layer = nn.Linear(2, 3).to(torch.float8_e4m3fn)
     with pytest.raises(TypeError, match="16 bits or more"):
         apply(layer)
+
+
+def test_a_recurrent_layer_with_another_forward_is_refused():
+    layer = nn.LSTM(3, 4)
+    layer.forward = layer.forward  # as accelerate's hooks assign it
+    with pytest.raises(ValueError, match="the forward of this layer was replaced"):
+        weight_norm(layer)
+    with pytest.raises(ValueError, match="the forward of this layer was replaced"):
+        weight_norm_model(nn.Sequential(layer))
+    assert not is_weight_normed(layer)

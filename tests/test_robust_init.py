@@ -9,6 +9,7 @@ from torch import nn
 
 from weightnorm import (
     MeanOnlyBatchNorm1d,
+    convert_state_dict,
     folded,
     mean_only_batch_norm,
     parts,
@@ -279,3 +280,44 @@ def test_frozen_layers_and_fixed_g_are_left_as_they_are():
     weight_norm(model[1], g=1.0, train_g=False)
     assert list(robust_init(model)) == ["2"]
     assert parts(model[1]).g.eq(1).all()
+
+
+def test_masked_weights_are_stored_masked():
+    layer = weight_norm(nn.Linear(4, 4), mask=torch.ones(4, 4).tril())
+    robust_init(nn.Sequential(layer, nn.ReLU()))
+    stored = convert_state_dict(layer.state_dict(), to="folded")["weight"]  # has no mask
+    torch.testing.assert_close(stored, layer.weight.detach())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_attribute_of_torchs_hook_is_current():
+    layer = nn.utils.weight_norm(nn.Linear(4, 3))
+    robust_init(layer, gain=1.0)
+    weight = layer.weight.detach().clone()
+    layer(torch.ones(1, 4))
+    torch.testing.assert_close(layer.weight.detach(), weight)
+
+
+def test_layers_inside_untraced_modules_are_refused():
+    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    expected = robust_init(network)
+    wrapped = robust_init(nn.DataParallel(network))
+    assert wrapped == {f"module.{name}": length for name, length in expected.items()}
+    with pytest.raises(
+        ValueError, match=r'which activation follows 0\.module\.0, .* gain=\{"0\.mod'
+    ):
+        robust_init(nn.Sequential(nn.DataParallel(network)))
+    encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
+    with pytest.raises(ValueError, match=r"follows 0\.linear1, 0\.linear2, inside"):
+        robust_init(encoder)
+    assert robust_init(encoder, gain={"*.linear1": 2.0})["0.linear1"] == 1.0
+    assert robust_init(nn.Sequential(Attention()))  # its projection has no activation after it
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]

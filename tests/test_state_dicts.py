@@ -729,3 +729,72 @@ def test_keys_of_both_flavours_are_refused():
     state = layer.state_dict()
     with pytest.raises(RuntimeError, match="weight_g"):
         layer.load_state_dict({**state, **convert_state_dict(state, to="hook")})
+
+
+def test_a_module_that_is_used_twice_is_loaded_from_any_format():
+    plain, layer = nn.Linear(3, 3), weight_norm(nn.Linear(3, 3))
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    state = nn.Sequential(plain, nn.ReLU(), plain).state_dict()
+    assert load_state_dict(model, state) == ["0.weight", "2.weight"]
+    torch.testing.assert_close(layer.weight, plain.weight)
+    for format in ("hook", "parametrize"):
+        nn.init.zeros_(parts(layer).g)
+        load_state_dict(model, convert_state_dict(state, to=format, weights="*.weight"))
+        torch.testing.assert_close(layer.weight, plain.weight)
+
+
+def test_flat_g_of_input_channels_is_not_loaded_as_that_of_groups():
+    plain = nn.ConvTranspose1d(6, 6, 5, groups=2)  # 6 input channels; 6 units in each of 2 groups
+    state = dict(nn.utils.weight_norm(copy.deepcopy(plain)).state_dict())
+    state["weight_g"] = state["weight_g"].flatten()
+    layer = weight_norm(copy.deepcopy(plain))
+    nn.init.ones_(parts(layer).v)
+    load_state_dict(layer, state)
+    torch.testing.assert_close(layer.weight, plain.weight)
+
+
+def test_state_dicts_in_lists_and_tuples_are_converted():
+    state = nn.utils.weight_norm(nn.Linear(3, 2)).state_dict()
+    steps = [1, 2]
+    checkpoint = {"g": state, "d": [state, ("x", {"inner": state})], "steps": steps}
+    checkpoint["d"].append(checkpoint["d"])  # cyclic
+    result = convert_state_dict(checkpoint, to="folded")
+    assert list(result["g"]) == ["bias", "weight"]
+    assert result["d"][0] is result["g"] is result["d"][1][1]["inner"]
+    assert result["d"][2] is result["d"]
+    assert result["steps"] == steps
+    assert list(checkpoint["d"][0]) == ["bias", "weight_g", "weight_v"]
+    with pytest.raises(StateDictError, match="matches no weight"):
+        convert_state_dict({"d": [state]}, to="hook", weights="missing")
+
+
+def test_loading_into_the_meta_device_is_refused():
+    with torch.device("meta"):
+        layer = weight_norm(nn.Linear(3, 2))
+    with pytest.raises(StateDictError, match="on the meta device and has no memory to load into"):
+        load_state_dict(layer, nn.Linear(3, 2).state_dict())
+
+
+class Renaming(nn.Linear):
+    """Renames a key of its older checkpoints."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        if f"{prefix}shift" in state_dict:
+            state_dict[f"{prefix}bias"] = state_dict.pop(f"{prefix}shift")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_keys_that_modules_migrate_are_accepted():
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Renaming(4, 2))
+    model = copy.deepcopy(plain)
+    weight_norm(model[0])
+    nn.init.zeros_(model[2].bias)
+    state = plain.state_dict()
+    old = {key: value for key, value in state.items() if "num_batches" not in key}
+    old["2.shift"] = old.pop("2.bias")
+    assert load_state_dict(model, old) == ["0.weight"]
+    assert torch.equal(model[2].bias, plain[2].bias)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(StateDictError, match=r"missing: 1\.weight, .*2\.bias"):
+        load_state_dict(model, {k: v for k, v in old.items() if k not in ("1.weight", "2.shift")})
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -95,7 +95,8 @@ def folded(model: M, *, include_torch: bool = True) -> Iterator[M]:
 
     For inference, acting and export: no weight is recomputed, and the state dict is that of a plain
     model. After the block v and g are back bit for bit, also if the block raises; writes to the
-    plain parameters are discarded. A model that is moved or cast inside stays so.
+    plain parameters are discarded. A model that is moved or cast inside stays so. Pruning or
+    parametrizing a folded weight inside the block is an error when the block ends.
 
     Threads: enter it once and call the model from any number of threads inside, or let each thread
     enter it; v and g come back when the last block is left. Threads that call the model outside of
@@ -123,13 +124,15 @@ def folded(model: M, *, include_torch: bool = True) -> Iterator[M]:
 
 _Move = Callable[[], object]
 """Moves v and g to the device and type that the plain weight was moved to inside the block."""
+_Undo = Callable[[], tuple[list[_Move], list[str]]]
+"""Restores v and g of a module; returns the moves, and the weights that were parameters no more."""
 
 
 @dataclass
 class _Fold:
     """A module whose weights are folded now, by one or several blocks."""
 
-    undo: list[Callable[[], list[_Move]]] = field(default_factory=list)
+    undo: list[_Undo] = field(default_factory=list)
     blocks: int = 0
 
 
@@ -154,15 +157,24 @@ def _fold(model: nn.Module, include_torch: bool) -> list[nn.Module]:
 def _unfold(modules: list[nn.Module]) -> None:
     """Restore v and g of the modules that no other block has folded."""
     moves: list[_Move] = []
+    replaced: list[str] = []
     for module in reversed(modules):
         fold = _FOLDS[module]
         fold.blocks -= 1
         if not fold.blocks:
             del _FOLDS[module]
             for undo in reversed(fold.undo):
-                moves += undo()
+                to_move, gone = undo()
+                moves += to_move
+                replaced += gone
     for move in moves:  # last, since it may run out of memory
         move()
+    if replaced:
+        raise RuntimeError(
+            f"{', '.join(sorted(replaced))}: pruned, parametrized or removed inside `with "
+            "folded(...)`. v and g are restored, and that change is undone. To change the plain "
+            "weight for good, use remove_weight_norm"
+        )
 
 
 def refuse_folded(module: nn.Module, action: str) -> None:
@@ -176,18 +188,20 @@ def refuse_folded(module: nn.Module, action: str) -> None:
 
 def _replace_by_parameters(
     found: list[NormalizedWeight], *, trainable: bool
-) -> list[tuple[nn.Module, Callable[[], list[_Move]]]]:
+) -> list[tuple[nn.Module, _Undo]]:
     """Replace normalized weights by parameters of the same value; return how to undo each."""
+    for weight in found:
+        _refuse_pruned(weight)
     tied: dict[Hashable, nn.Parameter] = {}
     # All are computed before any is replaced: this may run out of memory. Not from a cache of
-    # batched weights, which share memory.
-    with torch.no_grad(), cached_weights(new=True):
+    # batched weights, which share memory. Parameters of inference mode could not be trained.
+    with torch.inference_mode(False), torch.no_grad(), cached_weights(new=True):
         for weight in found:
             v, g = weight.stored
             if weight.identity not in tied:
                 grad = trainable and (v.requires_grad or g.requires_grad)
                 tied[weight.identity] = nn.Parameter(weight.weight(), requires_grad=grad)
-    undos: list[tuple[nn.Module, Callable[[], list[_Move]]]] = []
+    undos: list[tuple[nn.Module, _Undo]] = []
     for module, group in groupby(found, key=lambda weight: weight.module):
         weights = list(group)
         parametrized: dict[str, nn.Parameter] = {}
@@ -198,22 +212,65 @@ def _replace_by_parameters(
         before = [(tied[weight.identity].dtype, tied[weight.identity].device) for weight in weights]
         steps = [unparametrize(module, parametrized)] if parametrized else []
         steps += [remove_torch_hook(module, name, w) for name, w in hooked.items()]
-        undos.append((module, partial(_undo, weights, before, steps)))
+        undos.append((module, partial(_undo, weights, before, steps, _Registered.of(module))))
     return undos
+
+
+def _refuse_pruned(weight: NormalizedWeight) -> None:
+    """Raise if v or g of torch's hook is computed from something else."""
+    if weight.parametrization is not None:
+        return
+    for part in (f"{weight.name}_g", f"{weight.name}_v"):
+        if weight.module._parameters.get(part) is None:
+            raise ValueError(
+                f"{part} of {weight.path} is not a parameter; if it is pruned, call "
+                f"torch.nn.utils.prune.remove(layer, {part!r}) first"
+            )
+
+
+class _Registered(NamedTuple):
+    """What pruning and parametrizing change in a module, as it is now."""
+
+    cls: type
+    keys: list[tuple[dict[Any, Any], set[Any]]]
+    """Registries of the module, each with its keys."""
+
+    @staticmethod
+    def of(module: nn.Module) -> _Registered:
+        registries: tuple[dict[Any, Any], ...] = (
+            module._parameters,
+            module._buffers,
+            module._modules,
+            module._forward_pre_hooks,
+        )
+        return _Registered(type(module), [(registry, {*registry}) for registry in registries])
+
+    def restore(self, module: nn.Module) -> None:
+        """Remove from the module what was added since."""
+        module.__class__ = self.cls
+        for registry, keys in self.keys:
+            for key in registry.keys() - keys:
+                del registry[key]
 
 
 def _undo(
     weights: list[NormalizedWeight],
     before: list[tuple[torch.dtype, torch.device]],
     steps: list[Callable[[], None]],
-) -> list[_Move]:
-    """Restore v and g; return the moves of those whose plain weight was cast or moved."""
-    plain = [weight.module._parameters[weight.name] for weight in weights]
+    registered: _Registered,
+) -> tuple[list[_Move], list[str]]:
+    """Restore v and g; return the moves of those whose plain weight was cast or moved, and the
+    names of those that are no parameter any more."""
+    module = weights[0].module
+    plain = [module._parameters.get(weight.name) for weight in weights]
+    replaced = [weight.path for weight, now in zip(weights, plain, strict=True) if now is None]
+    if replaced:  # the hook that pruning adds would overwrite v and g in the next forward pass
+        registered.restore(module)
     for step in reversed(steps):
         step()
     moves: list[_Move] = []
     for weight, was, now in zip(weights, before, plain, strict=True):
         if now is not None and (now.dtype, now.device) != was:
-            moved = weight.module if weight.parametrization is None else weight.parametrizations
+            moved = module if weight.parametrization is None else weight.parametrizations
             moves.append(partial(moved.to, now.device, now.dtype))
-    return moves
+    return moves, replaced

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weightnorm import kernels
-from weightnorm.dtensor import gathered, on_mesh_of, placed_like, resolve_partial
+from weightnorm.dtensor import gathered, is_sharded, on_mesh_of, placed_like, resolve_partial
 from weightnorm.kernels import EPS
 
 __all__ = [
@@ -73,13 +73,7 @@ def compose(
     tensor([[6., 8.]])
     """
     dim = _checked_dim(v, dim, groups)
-    expected = kernels.unit_shape(v.shape, dim, groups)
-    if g.shape != expected:
-        raise ValueError(
-            f"g has shape {tuple(g.shape)}, but v of shape {tuple(v.shape)} with dim={dim}"
-            f"{f' and groups={groups}' if groups > 1 else ''} needs {expected}; "
-            f"reshape it with g.reshape{expected}"
-        )
+    _check_g(v, g, dim, groups)
     return kernels.compose(_masked(v, mask), g, dim, groups, eps)
 
 
@@ -109,6 +103,8 @@ def decompose(
     diagonal = _masked(torch.ones_like(w), mask)
     diagonal = kernels.formula(diagonal, torch.ones_like(g), dim, groups)
     v = torch.where(per_weight(g <= eps, w, dim, groups), diagonal, masked)
+    if v.stride() != w.stride() and not (v.requires_grad or is_sharded(w)):
+        v = torch.empty_like(w).copy_(v)  # channels-last, for example
     return Parts(v=v, g=g.to(w.dtype))
 
 
@@ -128,6 +124,11 @@ def gradients(
     Parts(v=tensor([[ 0.6400, -0.4800]]), g=tensor([[0.6000]]))
     """
     dim = _checked_dim(v, dim, groups)
+    _check_g(v, g, dim, groups)
+    if grad_w.shape != v.shape:
+        raise ValueError(
+            f"grad_w has shape {tuple(grad_w.shape)}, v has {tuple(v.shape)}; expected equal shapes"
+        )
     grad_v, grad_g = kernels.gradients(grad_w, v, g, dim, groups, eps)
     return Parts(v=placed_like(grad_v, v), g=placed_like(grad_g, g))
 
@@ -219,6 +220,11 @@ def _checked_dim(v: Tensor, dim: int | None, groups: int) -> int | None:
             f"and the kept axis must be another one; got dim={dim}"
         )
     return dim
+
+
+def _check_g(v: Tensor, g: Tensor, dim: int | None, groups: int) -> None:
+    if g.shape != kernels.unit_shape(v.shape, dim, groups):
+        raise ValueError(kernels.wrong_shape(v, g, dim, groups))
 
 
 def _masked(v: Tensor, mask: Tensor | None) -> Tensor:

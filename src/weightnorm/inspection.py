@@ -146,13 +146,24 @@ class NormalizedWeight:
         value: Tensor
         for stored, value in zip(self.stored, self.decomposed(self.inverted(weight)), strict=True):
             stored.copy_(placed_like(value, stored))
-        if self.parametrization is None:  # also update the attribute that torch's hook sets
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Update the attribute that torch's hook sets, after v or g was written."""
+        if self.parametrization is None:
             setattr(self.module, self.name, self.weight())
 
 
-def find_normalized(model: nn.Module, *, recurse: bool = True) -> Iterator[NormalizedWeight]:
-    """Yield every normalized weight of a model, in the order of its modules."""
-    for path, module in model.named_modules() if recurse else [("", model)]:
+def find_normalized(
+    model: nn.Module, *, recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[NormalizedWeight]:
+    """Yield every normalized weight of a model, in the order of its modules.
+
+    A module that is used twice is visited once, or under each of its names.
+    """
+    modules = model.named_modules(remove_duplicate=remove_duplicate)
+    for path, module in modules if recurse else [("", model)]:
         names = [
             name
             for name, parametrizations in parametrizations_of(module).items()

@@ -55,6 +55,22 @@ EPS = 1e-12
 """Rows with a norm up to this count as zero rows."""
 
 
+def check_lengths(v: Tensor, g: Tensor, dim: int | None, groups: int = 1) -> None:
+    """Raise a ValueError unless there is one g for each unit of v; torch's kernels do not check."""
+    if g.numel() != (1 if dim is None else v.shape[dim] * groups):
+        raise ValueError(wrong_shape(v, g, dim, groups))
+
+
+def wrong_shape(v: Tensor, g: Tensor, dim: int | None, groups: int = 1) -> str:
+    """Describe which shape g should have."""
+    expected = unit_shape(v.shape, dim, groups)
+    return (
+        f"g has shape {tuple(g.shape)}, but v of shape {tuple(v.shape)} with dim={dim}"
+        f"{f' and groups={groups}' if groups > 1 else ''} needs {expected}; "
+        f"reshape it with g.reshape{expected}"
+    )
+
+
 def unit_shape(shape: torch.Size, dim: int | None, groups: int = 1) -> tuple[int, ...]:
     """Shape of g (and of ‖v‖): 1 everywhere but the kept axis; () when one g serves all."""
     if dim is None:
@@ -143,10 +159,21 @@ def _per_weight(units: Tensor, blocks: Tensor) -> Tensor:
     return units.expand(-1, -1, -1, blocks.shape[3]).contiguous()
 
 
+def differentiable_inverse(blocks: Tensor, eps: float) -> Tensor:
+    """1/‖v‖, and 0 for a zero row, with derivatives of every order (0 for a zero row)."""
+    if not torch.is_grad_enabled():
+        return block_inverse(block_norm(blocks), eps)
+    # A norm has no second derivative at 0; a sum of squares has.
+    squares = blocks.to(wide_dtype(blocks.dtype)).square().sum(1, keepdim=True)
+    squares = squares.sum(3, keepdim=True)
+    zero = squares.detach().sqrt() <= eps
+    return torch.where(zero, 0.0, 1.0 / torch.where(zero, 1.0, squares).sqrt())
+
+
 def formula(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float = EPS) -> Tensor:
     """w = g·v/‖v‖ by differentiable operations."""
     blocks = as_blocks(v, dim, groups)
-    w = blocks * (_as_units(g, blocks) * block_inverse(block_norm(blocks), eps))
+    w = blocks * (_as_units(g, blocks) * differentiable_inverse(blocks, eps))
     return placed_like(w.to(v.dtype).reshape(v.shape), v)
 
 
@@ -164,7 +191,7 @@ class _ClosedForm(torch.autograd.Function):
     def backward(ctx: Any, grad_w: Tensor) -> tuple[Tensor, Tensor, None]:
         v, g, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # double backward: 1/‖v‖ must carry its own gradient
-            inverse = block_inverse(block_norm(v), ctx.eps)
+            inverse = differentiable_inverse(v, ctx.eps)
         grad_v, grad_g = block_gradients(grad_w, v, g, inverse)
         return grad_v.to(v.dtype), grad_g.to(g.dtype), None
 
@@ -196,7 +223,7 @@ def _differentiable(
     """
     shape = block_shape(v.shape, dim)
     blocks, units = v.reshape(shape), g.reshape(shape[0], 1, shape[2], 1)
-    inverse = block_inverse(block_norm(blocks), eps)
+    inverse = differentiable_inverse(blocks, eps)
     grad_v, grad_g = block_gradients(grad_w.reshape(shape), blocks, units, inverse)
     right = (grad_v.to(v.dtype).reshape(v.shape), grad_g.to(g.dtype).reshape(g.shape))
     return tuple(new if old is not None else None for new, old in zip(right, grads, strict=True))
@@ -342,7 +369,8 @@ def fused_flat(v: Tensor, g: Tensor, rows: Rows, eps: float = EPS) -> Tensor:
 
 
 def compose(v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float = EPS) -> Tensor:
-    """w = g·v/‖v‖ in the fastest form for this device and layout. Arguments are not checked."""
+    """w = g·v/‖v‖ in the fastest form for this device and layout."""
+    check_lengths(v, g, dim, groups)
     on_device = on_accelerator(v)
     if not (is_differentiated_by_autograd(v) if on_device else is_eager(v)):
         return formula(v, g, dim, groups, eps)
@@ -372,7 +400,8 @@ def _compose_on_cpu(v: Tensor, g: Tensor, dim: int, groups: int, eps: float) -> 
 def gradients(
     grad_w: Tensor, v: Tensor, g: Tensor, dim: int | None, groups: int = 1, eps: float = EPS
 ) -> tuple[Tensor, Tensor]:
-    """∇v and ∇g of eq. 3 in the fastest form for this layout. Arguments are not checked."""
+    """∇v and ∇g of eq. 3 in the fastest form for this layout."""
+    check_lengths(v, g, dim, groups)
     alone = not torch.is_grad_enabled() and is_eager(v) and v.is_contiguous()
     if dim is not None and alone and v.is_cpu and _is_fast_on_cpu(v, g, dim, groups):
         norm = torch.norm_except_dim(v, 2, dim)

@@ -106,7 +106,16 @@ class _MeanOnlyBatchNorm(nn.Module):
 
     def observe(self, total: Tensor, count: int) -> Tensor:
         """Return the batch mean, from its sum and count on all ranks; update the running mean."""
-        mean = mean_over_ranks(total, count, self.group, "the mean of mean-only batch norm")
+        mean = self.batch_mean(total, count)
+        self.update(mean, count)
+        return mean
+
+    def batch_mean(self, total: Tensor, count: int) -> Tensor:
+        """Return the batch mean, from its sum and count on all ranks."""
+        return mean_over_ranks(total, count, self.group, "the mean of mean-only batch norm")
+
+    def update(self, mean: Tensor, count: int) -> None:
+        """Update the running mean by a batch's, in training mode."""
         is_empty = self.group is None and not count
         if (
             self.training
@@ -121,7 +130,6 @@ class _MeanOnlyBatchNorm(nn.Module):
                 new = self.num_batches_tracked.to(mean.dtype).reciprocal()
                 new = new.to(self.running_mean.dtype)
             self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), new)
-        return mean
 
     def reset_running_stats(self) -> None:
         """Forget every batch."""
@@ -143,6 +151,7 @@ class _MeanOnlyBatchNorm(nn.Module):
         with torch.no_grad():
             bias = -self.running_mean if self.bias is None else self.bias - self.running_mean
             own = getattr(layer, "bias", None)
+            bias = bias.to(layer.weight.dtype)  # type: ignore[arg-type]
             layer.bias = nn.Parameter(bias if own is None else own + bias)
         return layer
 
@@ -202,7 +211,11 @@ class Centered(nn.Module):
                 return self._center_outputs(t, None, in_place=True)
             with no_autocast(x):
                 total = sum_outputs(layer, x, weight, axes)
-            mean = norm.observe(total, _output_count(layer, x, axes))
+            count = _output_count(layer, x, axes)
+            mean = norm.batch_mean(total, count)
+            t = layers.linear_map(layer, x, weight=weight, bias=self._shift(mean))
+            norm.update(mean, count)  # last: a batch that raises an error does not count
+            return t
         return layers.linear_map(layer, x, weight=weight, bias=self._shift(mean))
 
     def _center_outputs(self, t: Tensor, added: Tensor | None, *, in_place: bool = False) -> Tensor:
@@ -316,7 +329,10 @@ def _is_plain(layer: nn.Module) -> bool:
     subclass, no hook."""
     return (
         isinstance(layer, (nn.Linear, layers.Conv))
-        and layer.forward.__module__ in _TORCH_MODULES
+        and type(layer).forward.__module__ in _TORCH_MODULES
+        and _conv_forward(layer) in _TORCH_CONVS
+        and "forward" not in layer.__dict__
+        and "_conv_forward" not in layer.__dict__
         and not layer._forward_pre_hooks
         and not layer._forward_hooks
         and not layer._backward_pre_hooks
@@ -325,7 +341,18 @@ def _is_plain(layer: nn.Module) -> bool:
     )
 
 
+def _conv_forward(layer: nn.Module) -> object:
+    """The method in which a subclass may change a convolution's weight."""
+    return getattr(type(layer), "_conv_forward", None)
+
+
 _TORCH_MODULES = (nn.Linear.__module__, nn.Conv2d.__module__)
+_TORCH_CONVS = (
+    None,  # linear layers and transposed convolutions have none
+    nn.Conv1d._conv_forward,
+    nn.Conv2d._conv_forward,
+    nn.Conv3d._conv_forward,
+)
 
 
 def _check_batched(layer: nn.Module, x: Tensor) -> None:

@@ -16,6 +16,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -95,16 +96,17 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             "parts": v and g, as in the module form. "g": g alone. "w": the weight itself, decoupled
             as in AdamW: w ← (1 − lr·weight_decay)·w, before each step. None: nothing.
         matrices: True to hand directions over as matrices: a convolution with one row for each
-            unit, stacked ones (q, k, v; gates) one by one. By default for ``torch.optim.Muon``.
+            index of axis 0, stacked ones (q, k, v; gates) one by one. By default for
+            ``torch.optim.Muon``.
         options: for `inner`, such as ``lr=0.001``.
 
     Schedulers, gradient scaling, clipping and accumulation work on it as on any optimizer; if other
     code writes to a weight between steps, the new value is used. The gradients of normalized
-    weights are used up by a step: they are None after it. State is in torch's layout; a weight's
-    has g and ‖v‖ besides, and for g what the inner optimizer keeps of it, with keys like
-    "g.exp_avg". Weights may be sharded (FSDP2, tensor parallelism). For bfloat16 and float16
-    weights a float32 copy is kept, in which v is formed. Build the optimizer after casting the
-    model, and before freezing layers that are to be trained later.
+    weights are used up by a step: their memory is overwritten, and they are None after it. State is
+    in torch's layout; a weight's has g and ‖v‖ besides, and for g what the inner optimizer keeps of
+    it, with keys like "g.exp_avg". Weights may be sharded (FSDP2, tensor parallelism). For bfloat16
+    and float16 weights a float32 copy is kept, in which v is formed. Build the optimizer after
+    casting the model, and before freezing layers that are to be trained later.
 
     >>> model = nn.Linear(3, 2)
     >>> optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -152,6 +154,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         found = {w.weight: w for w in weights}
         self._inner: list[torch.optim.Optimizer] = []
         self._stepped = False
+        if not isinstance(retract, bool | str):
+            retract = float(retract)
         self._log, self._train_g, self._retract = scale == "log", train_g, retract
         self._decays_w = weight_decay_on == "w"
         self._project, self._normalize_update = project, normalize_update
@@ -605,6 +609,8 @@ def _check_options(
         )
     if isinstance(retract, str) and retract != "rms":
         raise ValueError(f'retract={retract!r} is unknown; expected True, a number or "rms"')
+    if not isinstance(retract, bool | Real | str):
+        raise TypeError(f'retract must be a bool, a number or "rms"; got {retract!r}')
     if not isinstance(retract, bool | str) and not retract > 0:  # type: ignore[operator]
         raise ValueError(f"retract={retract} cannot be the norm of v; expected a positive number")
     if not project and train_g:
@@ -638,6 +644,8 @@ def _stacked(layer: nn.Module, name: str) -> int:
     """How many matrices a layer stacks along axis 0 of a weight."""
     if isinstance(layer, nn.MultiheadAttention) and name == "in_proj_weight":
         return 3
+    if name.startswith("weight_hr"):  # the projection of an LSTM
+        return 1
     if isinstance(layer, nn.LSTM | nn.LSTMCell):
         return 4
     return 3 if isinstance(layer, nn.GRU | nn.GRUCell) else 1
@@ -699,7 +707,23 @@ def _weights(
             else "`where` and requires_grad select no weight of a known layer"
         )
         raise ValueError(f"nothing to normalize in {type(model).__name__}: {reason}")
+    _refuse_shared_memory(model, {id(weight.weight) for weight in found})
     return found, frozen, owners
+
+
+def _refuse_shared_memory(model: nn.Module, normalized: set[int]) -> None:
+    """Raise if a normalized weight lies in the memory of another parameter: a step would turn it
+    into v while the other one is updated."""
+    first: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
+    for path, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter or not parameter.numel():
+            continue
+        other_path, other = first.setdefault(layers.memory_key(parameter), (path, parameter))
+        if other is not parameter and not normalized.isdisjoint((id(other), id(parameter))):
+            raise ValueError(
+                f"{path} shares its memory with {other_path} but is another parameter; tie them "
+                "as one parameter, as in `b.weight = a.weight`"
+            )
 
 
 def _check_weight(path: str, module: nn.Module, name: str, weight: nn.Parameter) -> None:

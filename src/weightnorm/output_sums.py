@@ -125,7 +125,8 @@ def window_matrix(axis: Axis, like: Tensor) -> Tensor:
             [1., 1., 1.],
             [0., 1., 1.]])
     """
-    if not is_eager(like):
+    # Large ones are not kept: with sequences of varying length there would be many.
+    if not is_eager(like) or axis.size * axis.kernel > MAX_CACHED:
         return _window_matrix(axis, like.device, like.dtype)
     with torch.inference_mode(False):  # a cached inference tensor could not be trained with
         return _cached_window_matrix(axis, like.device, like.dtype)
@@ -143,4 +144,6 @@ def _window_matrix(axis: Axis, device: torch.device, dtype: torch.dtype) -> Tens
     return meets.to(dtype)
 
 
+MAX_CACHED = 2**14
+"""Elements of a matrix that is kept for the next batch."""
 _cached_window_matrix = lru_cache(maxsize=256)(_window_matrix)

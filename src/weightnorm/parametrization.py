@@ -19,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,12 +37,20 @@ Scale = Literal["linear", "log"]
 SCALES = ("linear", "log")
 
 
+def check_scale(scale: object) -> None:
+    """Raise a ValueError if `scale` is not one of SCALES."""
+    if scale not in SCALES:
+        near = get_close_matches(str(scale), SCALES, 1) or SCALES
+        raise ValueError(f"scale={scale!r} is unknown; expected one of {SCALES}: {near[0]!r}?")
+
+
 class WeightNorm(nn.Module):
     """Compute w = g·v/‖v‖: the module that torch.nn.utils.parametrize evaluates.
 
     ``forward(g, v)`` returns w, and ``right_inverse(w)`` returns (g, v). With ``scale="log"`` the
-    first of the two is s, with g = eˢ. Arguments as in ``weight_norm``; `groups` splits axis 0
-    before the norm is taken, as a grouped transposed convolution requires.
+    first of the two is s, with g = eˢ. Arguments as in ``weight_norm``, with `dim` None or counted
+    from the front; `groups` splits axis 0 before the norm is taken, as a grouped transposed
+    convolution requires.
     """
 
     mask: Tensor | None
@@ -61,6 +70,12 @@ class WeightNorm(nn.Module):
                 f"dim must be an integer or None; got {type(dim).__name__}: to normalize a layer "
                 "use weight_norm(layer)"
             )
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 0):
+            raise ValueError(
+                f"dim={dim!r}; expected None or an axis counted from the front, 0 or greater "
+                '(weight_norm also takes "auto" and negative ones)'
+            )
+        check_scale(scale)
         self.dim, self.groups, self.scale, self.eps = dim, groups, scale, eps
         self.register_buffer("mask", mask, persistent=False)
         self.plain = mask is None and scale == "linear"
@@ -275,7 +290,8 @@ def unparametrize(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Cal
 
     def undo() -> None:
         for name in weights:
-            del module._parameters[name]
+            module._parameters.pop(name, None)  # it may have been pruned, say
+            module.__dict__.pop(name, None)
         module.__class__ = cls
         for name in list(parametrizations):
             del parametrizations[name]
@@ -316,7 +332,8 @@ def remove_torch_hook(module: nn.Module, name: str, weight: nn.Parameter) -> Cal
     _set_parameters(module, {name: weight})
 
     def undo() -> None:
-        del module._parameters[name]
+        module._parameters.pop(name, None)
+        module.__dict__.pop(name, None)
         _restore_entries(module._parameters, saved, [f"{name}_g", f"{name}_v"])
         _restore_entries(module._forward_pre_hooks, hooks, [key])
         if computed is not None:

@@ -25,11 +25,11 @@ from weightnorm.folding import refuse_folded
 from weightnorm.functional import EPS
 from weightnorm.inspection import is_weight_normed, normalized_weight
 from weightnorm.parametrization import (
-    SCALES,
     NormalizeWhenMaterialized,
     Scale,
     WeightNorm,
     WeightNormParametrizationList,
+    check_scale,
     pending_hooks,
 )
 
@@ -310,6 +310,11 @@ def _plan(module: nn.Module, name: str, options: _Options) -> _Plan:
                 f"{where} is on the meta device, where {argument} would lose its values; give the "
                 "layer memory with to_empty first"
             )
+    if isinstance(module, nn.RNNBase) and "forward" in module.__dict__:
+        raise ValueError(
+            f"{where}: the forward of this layer was replaced (by a hook of accelerate, for "
+            "example), so its weights would not be computed; normalize it first, then wrap it"
+        )
     plan = _Plan(module, name, weight, options)
     if not isinstance(weight, UninitializedParameter):
         if options.dim == "auto" and weight.ndim < 2:
@@ -337,11 +342,7 @@ def _check_changeable(module: Any, function: str) -> None:
 
 def _check_options(options: _Options) -> None:
     """Check the options that do not depend on the weight."""
-    if options.scale not in SCALES:
-        near = get_close_matches(str(options.scale), SCALES, 1) or SCALES
-        raise ValueError(
-            f"scale={options.scale!r} is unknown; expected one of {SCALES}: {near[0]!r}?"
-        )
+    check_scale(options.scale)
     check_dim(options.dim)
     if options.mask is not None and not isinstance(options.mask, Tensor):
         raise TypeError(f"mask must be a tensor; got {options.mask!r}")

@@ -126,8 +126,10 @@ def _set_weight(layer: nn.Module, length: float, generator: torch.Generator | No
         normalized = normalized_weight(layer, "weight")
         stored = normalized.stored
         if stored.g.shape == kernels.unit_shape(stored.v.shape, dim, groups):
-            stored.v.copy_(v)
+            mask = getattr(normalized.parametrization, "mask", None)
+            stored.v.copy_(v if mask is None else v * mask)  # as checkpoints expect it
             stored.g.fill_(math.log(length) if normalized.is_log else length)
+            normalized.refresh()
             return
     g = v.new_full(kernels.unit_shape(v.shape, dim, groups), length)
     w = compose(v=v, g=g, dim=dim, groups=groups)
@@ -194,6 +196,8 @@ class _Tracer(fx.Tracer):
 
 def _traced_gains(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, float]:
     """Return the gain that the activation after each layer needs: 1 unless it is always a ReLU."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model.module
     try:
         graph = _Tracer().trace(model)
     except Exception as error:  # forward is the user's code and may raise anything
@@ -204,10 +208,21 @@ def _traced_gains(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str,
         ) from error
     modules = dict(model.named_modules(remove_duplicate=False))
     gains: dict[nn.Module, set[float]] = {}
+    inside: set[nn.Module] = set()
     for node in graph.nodes:
         if node.op == "call_module":
             module = modules[node.target]
             gains.setdefault(layer_of(module), set()).update(_gains_after(node, modules))
+            inside.update(module.modules())
+    for attention in model.modules():  # its projections have no activation after them
+        if isinstance(attention, nn.MultiheadAttention):
+            inside.difference_update(attention.modules())
+    if hidden := [name for name, layer in found.items() if layer in inside - gains.keys()]:
+        raise ValueError(
+            f"robust_init cannot see which activation follows {', '.join(hidden)}, inside modules "
+            "that torch.fx does not trace; name the layers before a ReLU, for example "
+            f'gain={{"{hidden[0]}": 2.0}}'
+        )
     return {
         name: next(iter(gains[layer])) if len(gains.get(layer, ())) == 1 else 1.0
         for name, layer in found.items()

@@ -28,8 +28,10 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -52,7 +54,8 @@ FORMATS: tuple[Format, ...] = ("parametrize", "hook", "folded")
 Dim = int | Literal["infer"] | None
 State = Mapping[Any, Any]
 MAX_DEPTH = 100
-"""Nesting of mappings that is followed; checkpoints have a few levels."""
+"""Nesting of mappings and lists that is followed; checkpoints have a few levels."""
+SEQUENCES = (list, tuple)
 Weights = str | Iterable[str] | Callable[[str, Tensor], bool]
 
 _PARAMETRIZED = re.compile(r"(.*\.)?parametrizations\.([^.]+)\.(.+)", re.DOTALL)
@@ -319,12 +322,11 @@ def convert_state_dict(
     ]
     selection.raise_unmatched()
     # Mappings may be shared or cyclic: every one is converted once.
-    results = {id(mapping): _empty_like(mapping) for mapping, _ in plans}
+    results: dict[int, Any] = {id(mapping): _empty_like(mapping) for mapping, _ in plans}
     for mapping, plan in plans:
         for planned in plan.tensors:
-            value = planned.compute(mapping)
-            results[id(mapping)][planned.key] = results.get(id(value), value)
-    return results[id(state)]
+            results[id(mapping)][planned.key] = _replaced(planned.compute(mapping), results)
+    return cast(dict[Any, Any], results[id(state)])
 
 
 def _empty_like(state: State) -> dict[Any, Any]:
@@ -480,18 +482,37 @@ def _refuse_misreadings(found: list[StoredWeight], expected: list[str]) -> None:
 
 
 def nested_mappings(state: State) -> list[tuple[str, State]]:
-    """Return every mapping in a checkpoint with its path, each once, the outermost first."""
-    found: list[tuple[str, State]] = [("", state)]
+    """Return every mapping in a checkpoint with its path, each once, the outermost first.
+
+    Mappings in lists and tuples are found too: ``{"models": [state]}`` has one at ``models.0``.
+    """
+    containers: list[tuple[str, Any]] = [("", state)]
     depths = {id(state): 0}
-    for place, mapping in found:  # grows while it is read: no recursion
-        depth = depths[id(mapping)] + 1
-        for key, value in mapping.items():
-            if isinstance(value, Mapping) and id(value) not in depths:
+    for place, container in containers:  # grows while it is read: no recursion
+        depth = depths[id(container)] + 1
+        items = container.items() if isinstance(container, Mapping) else enumerate(container)
+        for key, value in items:
+            if (isinstance(value, Mapping) or type(value) in SEQUENCES) and id(value) not in depths:
                 if depth > MAX_DEPTH:
                     raise StateDictError(f"mappings are nested more than {MAX_DEPTH} deep")
                 depths[id(value)] = depth
-                found.append((join_path(place, str(key)), value))
-    return found
+                containers.append((join_path(place, str(key)), value))
+    return [(place, found) for place, found in containers if isinstance(found, Mapping)]
+
+
+def _replaced(value: Any, results: dict[int, Any]) -> Any:
+    """Return a value of a checkpoint with its mappings replaced by their `results`."""
+    if id(value) in results:
+        return results[id(value)]
+    if type(value) is tuple:
+        return tuple(_replaced(item, results) for item in value)
+    if type(value) is list:
+        copy = results[id(value)] = []  # first, since a list may contain itself
+        copy += [_replaced(item, results) for item in value]
+        if all(new is old for new, old in zip(copy, value, strict=True)):
+            results[id(value)] = value
+        return results[id(value)]
+    return value
 
 
 def join_path(place: str, name: str) -> str:
@@ -524,7 +545,8 @@ def load_state_dict(model: nn.Module, state: State, strict: bool = True) -> list
     for module in model.modules():
         refuse_folded(module, "load the weights")
     own = model.state_dict()
-    normalized = {weight.path: weight for weight in find_normalized(model)}
+    found = find_normalized(model, remove_duplicate=False)
+    normalized = {weight.path: weight for weight in found}
     stored = _loadable_weights(state, own, normalized)
     fitted: dict[Any, Any] = {}
     sources: dict[Any, Any] = {}
@@ -551,17 +573,42 @@ def load_state_dict(model: nn.Module, state: State, strict: bool = True) -> list
         converted += [path] * changed
     missing = [key for key in own if key not in fitted]
     unexpected = [key for key in fitted if key not in own]
-    if strict and (missing or unexpected):
+    named = _empty_like(state)
+    named.update({key: value for key, value in fitted.items() if isinstance(key, str)})
+    if strict and (missing or unexpected) and not _modules_accept(model, named):
         raise StateDictError(_mismatch(model, normalized, missing, unexpected))
     for key in fitted.keys() & own.keys():
         _check_fits(key, fitted[key], own[key])
-    named = _empty_like(state)
-    named.update({key: value for key, value in fitted.items() if isinstance(key, str)})
     try:
         model.load_state_dict(named, strict=False)
     except RuntimeError as error:
         raise StateDictError(str(error)) from error
     return converted
+
+
+def _modules_accept(model: nn.Module, state: dict[str, Any]) -> bool:
+    """Whether the model's own ``load_state_dict`` accepts these keys, tried on a copy without data.
+
+    Modules may add missing keys, as BatchNorm does for checkpoints of old versions, or rename them.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    memo: dict[int, Any] = {id(t): _without_data(t) for t in tensors if t is not None}
+    outlines = _empty_like(state)
+    outlines.update({k: _without_data(x) for k, x in state.items()})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about tensors without data
+            deepcopy(model, memo).load_state_dict(outlines)
+    except Exception:  # it does not fit, or the model cannot be copied
+        return False
+    return True
+
+
+def _without_data(value: Any) -> Any:
+    """Return a tensor on the meta device, and anything else as it is."""
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(value.detach().to("meta"), value.requires_grad)
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def _loadable_weights(
@@ -607,8 +654,8 @@ def _keeps_parts(target: NormalizedWeight, weight: StoredWeight) -> bool:
     if weight.v.shape != v.shape:
         return False
     # A flat g is accepted if it can only be along one axis.
-    flat = weight.g.ndim == 1 and weight.g.numel() == g.numel()
-    if weight.g.shape != g.shape and not (flat and len(_kept_axes(weight, "infer")) == 1):
+    flat = weight.g.ndim == 1 and _kept_axes(weight, "infer") == [target.axis]
+    if weight.g.shape != g.shape and not flat:
         return False
     # A log-scale cannot represent a negative g.
     return not target.is_log or weight.is_log or not any_true(weight.g < 0)
@@ -633,6 +680,11 @@ def _check_fits(key: str, value: Any, own: Any) -> None:
         raise StateDictError(f"{key} is a {type(value).__name__}; expected a tensor")
     if is_lazy(own):
         return
+    if own.is_meta and not value.is_meta:
+        raise StateDictError(
+            f"{key} of the model is on the meta device and has no memory to load into; call "
+            "model.to_empty(device=…) first"
+        )
     if value.layout != own.layout or not torch.can_cast(value.dtype, own.dtype):
         raise StateDictError(
             f"{key} is {value.dtype} ({value.layout}) in the checkpoint, "

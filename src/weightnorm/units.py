@@ -278,6 +278,8 @@ def _project(
 ) -> None:
     """Overwrite ∇w by ∇v, or by (g/‖v‖)∇w without `project`; set ∇g."""
     gradients = {k: batch.weights[k].local_grad() for k in which}
+    if not torch.compiler.is_compiling() and len({*map(id, gradients.values())}) < len(which):
+        gradients = {k: grad.clone() for k, grad in gradients.items()}  # one tensor for several
     views = {k: batch.weights[k].unit_view(grad) for k, grad in gradients.items()}
     dot = torch.zeros_like(g)
     if project or train_g:

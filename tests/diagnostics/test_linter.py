@@ -154,3 +154,48 @@ def test_weight_decay_of_a_log_scale():
     layer = weight_norm(nn.Linear(3, 2), scale="log")
     (finding,) = check(layer, torch.optim.AdamW(layer.parameters()))
     assert "towards 1" in finding.kind
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_writes_through_data_under_torchs_hook_are_found():
+    model = nn.Sequential(nn.utils.weight_norm(nn.Conv1d(4, 4, 3)))
+    assert not check(model)
+    model[0].weight.data.normal_(0, 0.01)  # as HiFi-GAN's init_weights does
+    (finding,) = check(model)
+    assert finding.kind.startswith("stale")
+    model(torch.ones(1, 4, 3)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # out of date, but nobody wrote to it
+    assert not check(model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_models_without_readable_attributes_are_checked():
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)))
+    with torch.inference_mode():
+        model(torch.ones(1, 4))
+    assert not check(model)
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)))
+    nn.init.normal_(model[0].weight)
+    assert [finding.weight for finding in check(model.double())] == ["0.weight"]
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.utils.weight_norm(nn.Linear(4, 4)))
+    weight_norm_model(model)
+    assert not check(model)
+
+
+def test_a_frozen_g_is_not_decayed():
+    model = nn.Sequential(nn.Linear(4, 4))
+    weight_norm_model(model, g=1.0, train_g=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    assert not check(model, optimizer)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    assert (parts(model[0]).g == 1).all()
+
+
+def test_lazy_layers_count_as_normalized():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    weight_norm_model(model)
+    assert not check(model)
+    model(torch.randn(3, 5))
+    assert not check(model)

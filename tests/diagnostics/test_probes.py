@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 
 from weightnorm import parts, remove_weight_norm, weight_norm, weight_norm_model
 from weightnorm.diagnostics import (
+    batch_statistics,
     direction_angle,
     effective_step,
     example_gradients,
@@ -184,3 +185,23 @@ def test_example_gradients_of_tied_layers():
     assert name == "0.weight"
     (model(x) - y).square().sum().backward()
     torch.testing.assert_close(found.sum(0), model[0].weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("shift", "dtype", "tolerance"),
+    [(0.0, torch.float64, 1e-9), (3000.0, torch.float32, 2e-3), (100.0, torch.bfloat16, 0.1)],
+)
+def test_batch_statistics_are_exact_for_large_means(shift, dtype, tolerance):
+    t = (torch.randn(400, 3, 5, dtype=torch.float64) + shift).to(dtype)
+
+    def draw(t):
+        return batch_statistics(t, 50, 20, torch.Generator().manual_seed(0))
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(400, (20, 50), generator=generator)
+    batches = t.double()[rows]  # (draws, examples, channels, positions)
+    mean, variance, inverse_std = draw(t)
+    torch.testing.assert_close(mean.double(), batches.mean((1, 3)), rtol=1e-5, atol=1e-5)
+    expected = batches.var((1, 3), correction=0)
+    torch.testing.assert_close(variance.double(), expected, rtol=tolerance, atol=0)
+    torch.testing.assert_close(inverse_std.double(), expected.rsqrt(), rtol=tolerance, atol=0)

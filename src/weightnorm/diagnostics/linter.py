@@ -15,6 +15,7 @@ from weightnorm.in_place import InPlaceWeight
 from weightnorm.inspection import NormalizedWeight, find_normalized
 from weightnorm.layers import chosen_weights
 from weightnorm.optimizer import WeightNormOptimizer
+from weightnorm.parametrization import pending_hooks
 
 LONG = 1e4
 """Ratio ‖v‖/|g| above which a unit is reported: its effective step is close to 0."""
@@ -39,9 +40,10 @@ class Finding:
 def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Finding]:
     """Return the probable mistakes in the normalized weights of a model; empty if there are none.
 
-    Finds weights that were left out, stale writes, dead units, and units whose effective step is
-    close to 0; given the optimizer, also weight decay on g and parameters that are not trained. For
-    the optimizer form, pass the ``WeightNormOptimizer`` itself. Costs O(parameters).
+    Finds weights that were left out, stale writes (to the attribute of torch's older hook), dead
+    units, and units whose effective step is close to 0; given the optimizer, also weight decay on g
+    and parameters that are not trained. For the optimizer form, pass the ``WeightNormOptimizer``
+    itself. Costs O(parameters).
 
     >>> import weightnorm
     >>> model = nn.Sequential(weightnorm.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
@@ -69,6 +71,8 @@ def _left_out(
     model: nn.Module, found: list[NormalizedWeight], in_optimizer: list[InPlaceWeight]
 ) -> Iterator[Finding]:
     names = {weight.path for weight in found}
+    for path, module in model.named_modules():  # lazy layers, normalized once they have a shape
+        names |= {f"{path}.{name}".lstrip(".") for name in pending_hooks(module)}
     plain = {id(weight.weight) for weight in in_optimizer}
     if not (names or plain):
         yield Finding("no weight is normalized", "the model", "apply weight_norm_model to it")
@@ -86,12 +90,14 @@ def _stale(weight: NormalizedWeight) -> Iterator[Finding]:
     """Find writes to w under torch's hook, which overwrites the attribute in the next forward.
 
     After an optimizer step the attribute is also out of date, but that is not a user write: its
-    version is 0.
+    version is 0, and those of v and g are not. (A write through ``.data`` changes no version.)
     """
     attribute = weight.module.__dict__.get(weight.name)
-    if weight.parametrization is not None or attribute is None or attribute._version == 0:
+    if weight.parametrization is not None or attribute is None or attribute.is_inference():
         return
-    if not torch.allclose(attribute, weight.weight()):
+    if attribute._version == 0 and any(part._version for part in weight.stored):
+        return
+    if not (attribute.is_meta or torch.allclose(attribute, weight.weight().to(attribute))):
         yield Finding(
             "stale: the next forward overwrites what was written to it",
             weight.path,
@@ -101,6 +107,8 @@ def _stale(weight: NormalizedWeight) -> Iterator[Finding]:
 
 def _lengths(path: str, norm: Tensor, g: Tensor) -> Iterator[Finding]:
     norm, g = whole(norm).flatten(), whole(g).flatten().abs()
+    if norm.is_meta:  # no values yet
+        return
     if not (norm.isfinite().all() and g.isfinite().all()):
         yield Finding("not finite", path, "load an earlier checkpoint and lower the learning rate")
         return
@@ -141,7 +149,8 @@ def _optimizer(
                 weight.path,
                 "build the optimizer after applying weight norm, from model.parameters()",
             )
-        if decay.get(id(weight.stored.g), 0):
+        g = weight.stored.g
+        if g.requires_grad and decay.get(id(g), 0):  # optimizers skip a frozen g
             yield Finding(
                 _decayed(weight.is_log),
                 weight.path,

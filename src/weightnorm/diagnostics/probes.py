@@ -17,6 +17,7 @@ from weightnorm.dtensor import whole
 from weightnorm.folding import remove_weight_norm
 from weightnorm.functional import unit_rows
 from weightnorm.inspection import NormalizedWeight, find_normalized
+from weightnorm.kernels import wide_dtype
 from weightnorm.layers import chosen_weights, unit_axis
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -144,14 +145,18 @@ def batch_statistics(
 ) -> BatchStatistics:
     """Return mean, variance and 1/σ of a pre-activation in `draws` random batches of a size.
 
-    t is (examples, channels, …). Costs O(draws · batch_size) rows of (examples, channels).
+    t is (examples, channels, …). Costs O(draws · batch_size) rows of (examples, channels). Computed
+    in float32 or wider, around the mean of all examples.
     """
+    t = t.to(wide_dtype(t.dtype))
     x = t.flatten(2) if t.dim() > 2 else t[..., None]
+    center = x.mean((0, 2), keepdim=True)  # E[t²] − E[t]² of large means would be inexact
+    x = x - center
     first, second = x.mean(2), x.square().mean(2)  # (examples, channels)
     rows = torch.randint(len(t), (draws, batch_size), generator=generator).to(t.device)
     mean = first[rows].mean(1)  # (draws, channels)
     variance = (second[rows].mean(1) - mean.square()).clamp_min(torch.finfo(t.dtype).tiny)
-    return BatchStatistics(mean, variance, variance.rsqrt())
+    return BatchStatistics(mean + center[0, :, 0], variance, variance.rsqrt())
 
 
 def noise_kurtosis(

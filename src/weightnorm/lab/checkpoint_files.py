@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import stat
 import warnings
@@ -53,6 +54,8 @@ from weightnorm.state_dicts import (
 
 Kind = Literal["pickle", "whole", "sharded"]
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+NEEDS_CODE = re.compile(r"[Uu]nsupported (?:global: )?GLOBAL ([\w.]+)")
+"""How torch names the class that it refuses to load."""
 WHOLE, INDEX = ".safetensors", ".safetensors.index.json"
 
 
@@ -374,11 +377,11 @@ def _load_pickle(path: Path) -> dict[Any, Any]:
     except FileError:
         raise
     except Exception as error:
-        raise _error(
-            path,
-            f"is damaged, or needs code to load, which is refused ({_reason(error)}); "
-            "save its state dict alone and try again",
-        ) from error
+        if found := NEEDS_CODE.search(str(error)):
+            reason = f"contains {found[1]}, which needs code to load and is refused"
+        else:
+            reason = f"is damaged, or needs code to load, which is refused ({_reason(error)})"
+        raise _error(path, f"{reason}; save its state dict alone and try again") from error
     if not isinstance(checkpoint, Mapping):
         raise _error(path, f"contains a {type(checkpoint).__name__}; expected a state dict")
     for _, state in nested_mappings(checkpoint):

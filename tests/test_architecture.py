@@ -149,6 +149,7 @@ LAB = {
             "data",
             "errors",
             "experiments",
+            "files",
             "interleaved",
             "malloc",
             "models",

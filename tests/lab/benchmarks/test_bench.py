@@ -24,7 +24,8 @@ from weightnorm.lab.benchmarks.registry import BENCHMARKS
 from weightnorm.lab.benchmarks.runner import run, write
 from weightnorm.lab.benchmarks.statistics import Rounds
 from weightnorm.lab.cli import main
-from weightnorm.lab.errors import RecordError
+from weightnorm.lab.errors import RecordError, RunError
+from weightnorm.lab.files import lock_folder
 from weightnorm.lab.reports import report
 from weightnorm.lab.reports.bench import details, goals, summary
 
@@ -281,3 +282,8 @@ def test_the_committed_record_is_readable():
     assert not record["settings"]["quick"]
     assert len(summary(record).rows) >= 15
     assert all(table.rows for table in details(record))
+
+
+def test_a_folder_takes_one_command_at_a_time(tmp_path):
+    with lock_folder(tmp_path), pytest.raises(RunError, match="another process is running"):
+        run([BENCHMARKS["low-rank-norm"]], QUICK, Console(file=io.StringIO()), tmp_path)

@@ -118,6 +118,9 @@ def read_proc(pid, name):
         (("--only", 99), "there is no claim 99"),
         (("--seeds", 5, 6), "other settings"),
         (("--seeds", 5), "two or more"),
+        (("--seeds", 5, 5, 6), "each once"),
+        (("--jobs", -1), "jobs is -1; expected 1 or more"),
+        (("--jobs", 0), "jobs is 0; expected 1 or more"),
     ],
 )
 def test_impossible_settings_are_refused(all_claims, words, message):

@@ -1,6 +1,7 @@
 """Claims 18 and 20, from records on disk."""
 
 import json
+import shutil
 
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.claims.from_records import cifar10_ordering, comparable_runs, other_experiments
@@ -106,3 +107,14 @@ def test_records_from_before_a_setting_existed_have_its_default(tmp_path):
     path.write_text(json.dumps(head))
     (runs,) = comparable_runs(tmp_path, dqn)
     assert runs.n == 2
+
+
+def test_copies_and_damaged_configs_do_not_count(tmp_path):
+    write_bounds(tmp_path / "runs", draw, "standard", [110.0, 112.0])
+    write_bounds(tmp_path / "runs", draw, "weight-norm", [100.0, 101.0])
+    (before,) = comparable_runs(tmp_path, draw)
+    shutil.copytree(tmp_path / "runs", tmp_path / "backup")
+    write_run(tmp_path / "damaged", draw, "standard", None, {"test_negative_elbo": 1.0})
+    (after,) = comparable_runs(tmp_path, draw)
+    assert (before.n, after.n) == (4, 4)
+    assert after.results("test_negative_elbo") == before.results("test_negative_elbo")

@@ -10,8 +10,13 @@ from rich.console import Console
 import weightnorm
 from weightnorm import Parameterization
 from weightnorm.lab.cli import experiments
+from weightnorm.lab.cli.arguments import refuse_singular, with_flags
+from weightnorm.lab.cli.experiments import parse_config
 from weightnorm.lab.cli.main import main
+from weightnorm.lab.cli.sweep import SweepOptions
 from weightnorm.lab.cli.verbs import VERBS
+from weightnorm.lab.errors import UsageError
+from weightnorm.lab.experiments import classify
 from weightnorm.lab.runs.records import RunRecord
 from weightnorm.lab.sweeps.summary import SweepResult, render
 
@@ -88,3 +93,13 @@ def test_sweep_table_fits_80_columns_without_cutting_names():
     assert all(name in out for name in [*names, "parameterization"])
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= COLUMNS
+
+
+@pytest.mark.parametrize("flag", ["--learning_rate", "--learning-rate"])
+def test_flags_may_have_underscores(flag):
+    config = parse_config(classify, ["--preset", "demo", flag, "0.01"], "run classify")
+    assert config.learning_rate == 0.01
+    config = parse_config(classify, ["--preset", "demo", f"{flag}=0.02"], "run classify")
+    assert config.learning_rate == 0.02
+    with pytest.raises(UsageError, match="a grid takes --learning-rates"):
+        refuse_singular([flag, "0.01"], with_flags(SweepOptions, ["learning_rates"], "Rates."))

@@ -216,3 +216,10 @@ def test_experiment_is_listed():
     code, out, _ = weightnorm("list")
     assert code == 0
     assert draw.TITLE in out
+
+
+def test_without_weight_norm_the_initial_g_is_no_setting():
+    plain = replace(draw.PRESETS["demo"], parameterization=Parameterization.STANDARD)
+    assert replace(plain, initial_g="one") == plain
+    normalized = replace(plain, parameterization=Parameterization.WEIGHT_NORM, initial_g="one")
+    assert normalized.initial_g == "one"

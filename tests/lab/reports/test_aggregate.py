@@ -16,7 +16,7 @@ from weightnorm.lab.reports.aggregate import (
     finite_or_nan,
     stat,
 )
-from weightnorm.lab.reports.run_grid import label, run_grids
+from weightnorm.lab.reports.run_grid import by_setting, label, run_grids
 from weightnorm.lab.runs.records import RunRecord
 
 
@@ -156,3 +156,27 @@ def test_run_grid_groups_by_parameterization_and_rate():
 def test_a_diverged_run_does_not_set_the_common_target():
     runs = [record(0.9, 0.4), record(0.8, 0.3), replace(record(0.95), diverged={"epoch": 2})]
     assert common_target(runs, "error") == 0.4
+
+
+def test_a_diverged_run_has_no_final_value_and_wins_no_selection():
+    whole = done(0.5, learning_rate=0.003, seed=1)
+    diverged = replace(
+        record(0.4, result={"error": 0.4, "loss": None}, learning_rate=0.01, seed=1),
+        diverged={"epoch": 1, "step": 1, "message": "loss is inf"},
+    )
+    assert math.isnan(final(diverged, "error"))
+    assert diverged.final("error") is None
+    assert best_rate({0.003: [whole], 0.01: [diverged]}, "error") == 0.003
+
+
+def test_runs_of_other_settings_are_other_grids():
+    runs = [done(0.1 * i, epochs=i, seed=seed) for i, seed in ((1, 1), (6, 2), (6, 3))]
+    found = by_setting(runs)  # their folders do not tell
+    assert {name: len(group) for name, group in found.items()} == {
+        "cpu+epochs=1": 1,
+        "cpu+epochs=6": 2,
+    }
+    assert by_setting(runs, compared=("epochs",)) == {"cpu": runs}
+    older = done(0.2, seed=4)  # from before the field existed
+    assert by_setting([older, *runs[1:]]) == {"cpu": [older, *runs[1:]]}
+    assert by_setting(runs[:1]) == {"cpu": runs[:1]}

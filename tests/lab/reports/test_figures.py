@@ -195,3 +195,13 @@ def test_dot_chart_has_one_row_per_group_and_one_legend_entry_per_name():
     assert [text.get_text() for text in legend.get_texts()] == ["standard", "batch-norm"]
     intervals = [line.get_xdata() for line in axes.lines if len(line.get_xdata()) == 2]
     assert sum(list(x) == [0.9, 1.2] for x in intervals) == 3
+
+
+def test_the_legend_of_panels_is_that_of_the_first():
+    first = plot(line("standard", unfinished=True), line())
+    drawing = panel_figure(PlotPanels("name", "Title", "Caption.", (first, plot(line()))))
+    (legend,) = drawing.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["standard", "weight-norm"]
+    colors = [handle.get_color() for handle in legend.get_lines()]
+    assert colors == [STYLES["standard"].color, STYLES["weight-norm"].color]
+    assert not panel_figure(PlotPanels("name", "Title", "Caption.", (plot(), plot()))).legends

@@ -275,3 +275,13 @@ def test_summary_comes_first_and_sections_follow_the_papers_order(run, tmp_path)
     assert order == sorted(order)
     assert page.rindex("other: cpu") > order[-1]
     assert "30.0 (standard), 20.0 (weight norm); n = 1" in page
+
+
+def test_damaged_benchmarks_and_claims_are_left_out(run, tmp_path):
+    run()
+    run(experiment="bench", result={"benchmarks": []})
+    run(experiment="claims", metrics=[{"number": 3, "figures": [{}]}])
+    files = report(tmp_path / "runs", tmp_path / "out")
+    damaged = [problem for problem in files.problems if "it is damaged (KeyError" in problem]
+    assert [problem.split("/")[0] for problem in damaged] == ["bench", "claims"]
+    assert files.page.exists()

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from weightnorm.lab.errors import RecordError
 from weightnorm.lab.runs.records import (
+    RunRecord,
     append_row,
+    distinct_runs,
     find_records,
     load_record,
     read_rows,
@@ -219,3 +221,17 @@ def test_damaged_records_are_read_or_refused(tmp_path_factory, damages):
         append_row(folder / "metrics.jsonl", {"epoch": 4})
         assert read_rows(folder / "metrics.jsonl") == [*record.metrics, {"epoch": 4}]
     assert all(str(folder) in problem and "\n" not in problem for problem in problems)
+
+
+def test_copies_of_a_run_count_once():
+    def run(name, machine="A", result=None, **config):
+        return RunRecord(Path(name), "classify", "cpu", config, [{"machine": machine}], [], result)
+
+    first, unfinished = run("b", seed=1, result={"error": 1.0}), run("a", seed=1)
+    elsewhere = run("c", machine="B", seed=1, result={"error": 1.0})
+    other = run("d", seed=2)
+    kept, copies = distinct_runs([unfinished, first, elsewhere, other])
+    assert kept == [first, other]
+    assert copies == [(elsewhere, first), (unfinished, first)]
+    benchmarks = [run("e", width=1), run("f", machine="B", width=1)]  # no seed: measurements
+    assert distinct_runs(benchmarks) == (benchmarks, [])

@@ -15,6 +15,7 @@ from weightnorm.lab.benchmarks.machine import cpu
 from weightnorm.lab.benchmarks.measurement import measure
 from weightnorm.lab.benchmarks.roofline import RooflineProbe
 from weightnorm.lab.errors import RecordError
+from weightnorm.lab.files import lock_folder
 from weightnorm.lab.runs.environment import environment
 from weightnorm.lab.runs.progress import ProgressBars
 from weightnorm.lab.runs.records import read_rows, write_json, write_rows
@@ -34,6 +35,17 @@ def run(
     Other benchmarks in a record that the folder has are kept. `on_benchmark` is called with the
     part of the record that each benchmark adds. Returns the path of the record.
     """
+    with lock_folder(folder):  # two commands would each keep the other's older benchmarks
+        return _run(benchmarks, settings, console, folder, on_benchmark)
+
+
+def _run(
+    benchmarks: Sequence[Benchmark],
+    settings: Settings,
+    console: Console,
+    folder: Path,
+    on_benchmark: Callable[[Record], None],
+) -> Path:
     session = {**environment(settings.device, 1), "cpu": cpu()}
     kept = kept_benchmarks(folder, [each.name for each in benchmarks], settings, session)
     progress = ProgressBars(console)

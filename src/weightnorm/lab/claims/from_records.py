@@ -24,7 +24,7 @@ from weightnorm.lab.claims.claim import (
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.experiments import classify, dqn, draw, vae
 from weightnorm.lab.runs.config import completed
-from weightnorm.lab.runs.records import RunRecord, by_seed, find_records
+from weightnorm.lab.runs.records import RunRecord, by_seed, distinct_runs, find_records
 from weightnorm.lab.runs.selection import best_learning_rate
 from weightnorm.lab.statistics import mean_interval, paired_differences
 
@@ -72,9 +72,9 @@ def comparable_runs(folder: Path, experiment: ModuleType) -> list[Runs]:
     criterion.
     """
     settings: dict[str, list[RunRecord]] = {}
-    for record in find_records(folder)[0] if folder.is_dir() else []:
+    for record in distinct_runs(find_records(folder)[0])[0] if folder.is_dir() else []:
         mine = record.experiment == experiment.NAME and record.preset != "demo"
-        if mine and record.finished:
+        if mine and record.finished and _is_complete(record):
             config = completed(record.config, experiment.Config)
             fields = {k: v for k, v in config.items() if k not in COMPARED}
             settings.setdefault(json.dumps(fields, sort_keys=True), []).append(record)
@@ -82,6 +82,12 @@ def comparable_runs(folder: Path, experiment: ModuleType) -> list[Runs]:
         Runs(_label(records[0], experiment), records[0].preset, _at_best_rate(records, experiment))
         for _, records in sorted(settings.items())
     ]
+
+
+def _is_complete(record: RunRecord) -> bool:
+    """Whether the config says what is compared; a damaged one may not."""
+    kinds = {"parameterization": str, "learning_rate": float | int, "seed": int}
+    return all(isinstance(record.config.get(field), kind) for field, kind in kinds.items())
 
 
 def _label(record: RunRecord, experiment: ModuleType) -> str:

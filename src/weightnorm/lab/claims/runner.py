@@ -64,12 +64,14 @@ def measure(
     """Measure the claims that are not in the record yet and return its folder."""
     claims = LONG_CLAIMS if context.long else CLAIMS
     context = replace(context, seeds=context.seeds or SEEDS[context.preset])
+    require(workers is None or workers >= 1, "jobs", workers, "1 or more")
     workers = workers or (1 if context.quick else os.cpu_count() or 1)
     folder = context.runs / "claims" / context.preset
     if unknown := [number for number in only if number not in claims]:
         numbers = ", ".join(map(str, sorted(claims)))
         raise ConfigError(f"there is no claim {unknown[0]}; expected one of {numbers}")
-    require(len(set(context.seeds)) > 1, "seeds", context.seeds, "two or more, for an interval")
+    expected = "two or more, for an interval, each once"
+    require(len({*context.seeds}) == len(context.seeds) > 1, "seeds", context.seeds, expected)
     with lock_folder(folder):
         return _measure(context, claims, only, folder, console, workers)
 

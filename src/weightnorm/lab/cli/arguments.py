@@ -83,5 +83,16 @@ def _choices(hint: Any) -> list[str]:
 
 
 def split_flags(words: list[str]) -> list[str]:
-    """Split ``--flag=value`` into two words."""
-    return [part for word in words for part in (word.split("=", 1) if word[:2] == "--" else [word])]
+    """Split ``--flag=value`` into two words, and write flags with dashes.
+
+    >>> split_flags(["--learning_rate=0.1", "--data_dir", "a_b"])
+    ['--learning-rate', '0.1', '--data-dir', 'a_b']
+    """
+    split: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            flag, *value = word.split("=", 1)
+            split += [flag.replace("_", "-"), *value]  # tyro accepts both
+        else:
+            split.append(word)
+    return split

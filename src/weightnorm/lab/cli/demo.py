@@ -32,5 +32,7 @@ def main(words: list[str]) -> int:
     code = run_sweep(grid, ["demo", *words], SweepOptions(jobs=2))
     if code:
         return code
-    print_line(OUT, epochs_comparison(read(runs)[0]))
+    folders = {job.folder.absolute() for job in grid.plan()}
+    mine = [record for record in read(runs)[0] if record.folder in folders]
+    print_line(OUT, epochs_comparison(mine))
     return report.main([str(runs), "--out", str(options.out / "report")])

@@ -87,6 +87,8 @@ class Config(RunConfig):
         how, compared = self.parameterization, " or ".join(map(str, COMPARED))
         expected = f"{compared}: batch statistics do not apply to the LSTM's time steps"
         require(how in COMPARED, "parameterization", how, expected)
+        if how != Parameterization.WEIGHT_NORM:  # one run, whatever g is given in a sweep
+            object.__setattr__(self, "initial_g", "norm")
 
 
 PAPER = Config(preset="paper", learning_rate=0.0003)

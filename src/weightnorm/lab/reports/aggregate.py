@@ -100,7 +100,9 @@ def final(record: RunRecord, metric: str) -> float:
 
     NaN if the run diverged.
     """
-    if record.diverged is not None or metric in (record.result or {}):
+    if record.diverged is not None:
+        return math.nan
+    if metric in (record.result or {}):
         return finite_or_nan((record.result or {}).get(metric))
     return finite_or_nan(record.metrics[-1].get(metric)) if record.metrics else math.nan
 

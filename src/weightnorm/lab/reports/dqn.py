@@ -11,7 +11,7 @@ from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Line, Picture, Plot, Section, Table, slug
 from weightnorm.lab.reports.pictures import load_arrays
 from weightnorm.lab.reports.provenance import MACHINE, deviations, differing_fields, settings
-from weightnorm.lab.reports.run_grid import RunGrid, finished, grouped, label
+from weightnorm.lab.reports.run_grid import RunGrid, by_setting, finished, grouped
 from weightnorm.lab.reports.style import Style, ordered, style_of
 from weightnorm.lab.reports.tables import final_values, unfinished
 from weightnorm.lab.runs.records import RunRecord
@@ -43,7 +43,7 @@ def section(records: list[RunRecord]) -> Section:
         "Deep Q-networks on Atari games (section 5.4 of the paper). A score is the mean return of "
         "the games of a test phase, with unclipped rewards. The result of a run is the best score "
         "over its epochs, as in the paper; it also decides which learning rate is best.",
-        tuple(part(*group) for group in sorted(grouped(records, label).items())),
+        tuple(part(*group) for group in by_setting(records, ("game",)).items()),
     )
 
 

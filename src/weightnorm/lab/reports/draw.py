@@ -14,7 +14,13 @@ from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Picture, Plot, Section, Table, slug
 from weightnorm.lab.reports.pictures import image_grid, load_arrays
 from weightnorm.lab.reports.provenance import config_values, deviations, settings
-from weightnorm.lab.reports.run_grid import RunGrid, finished, grouped, label, parameterization
+from weightnorm.lab.reports.run_grid import (
+    RunGrid,
+    by_setting,
+    finished,
+    label,
+    parameterization,
+)
 from weightnorm.lab.reports.style import STYLES, Style
 from weightnorm.lab.reports.tables import (
     epochs_sentence,
@@ -58,7 +64,7 @@ def section(records: list[RunRecord]) -> Section:
     """Describe experiment 3, one part for each preset."""
     grids = [
         RunGrid(name, runs, "train_negative_elbo", kind=kind, styles=G_STYLES)
-        for name, runs in sorted(grouped(records, label_without_g).items())
+        for name, runs in by_setting(records, ("initial_g",), label_without_g).items()
     ]
     return Section(
         "Generative modelling: DRAW",

@@ -143,12 +143,14 @@ def panel_figure(panels: PlotPanels) -> Figure:
     height = HEIGHT + LEGEND_ROW * (math.ceil(len(names) / columns) - 1)
     drawing = Figure(figsize=(width, height), layout="constrained")
     grid = drawing.subplots(1, len(panels.plots), sharey=True, squeeze=False)
+    drawn: list[list[Line2D]] = []
     for axes, plot in zip(grid[0], panels.plots, strict=True):
         axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y if axes is grid[0][0] else "")
-        handles = [_draw_line(axes, line) for line in plot.lines]
+        drawn.append([_draw_line(axes, line) for line in plot.lines])
     for axes, plot in zip(grid[0], panels.plots, strict=True):
         _scale(axes, plot)
-    drawing.legend(handles, names, loc="outside lower center", ncols=columns, handlelength=3)
+    if names:
+        drawing.legend(drawn[0], names, loc="outside lower center", ncols=columns, handlelength=3)
     return drawing
 
 

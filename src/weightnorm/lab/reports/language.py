@@ -9,7 +9,13 @@ from weightnorm.lab.reports.aggregate import curve, final, finite_or_nan, stat
 from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Line, Plot, PlotPanels, Section, Table, slug
 from weightnorm.lab.reports.provenance import settings
-from weightnorm.lab.reports.run_grid import RunGrid, finished, grouped, label, parameterization
+from weightnorm.lab.reports.run_grid import (
+    RunGrid,
+    by_setting,
+    finished,
+    label,
+    parameterization,
+)
 from weightnorm.lab.reports.style import STYLES, Style
 from weightnorm.lab.reports.tables import final_values, unfinished
 from weightnorm.lab.runs.records import RunRecord, by_seed
@@ -31,6 +37,8 @@ PLAIN = {
     "hyperball weight-norm": "adamw standard",
 }
 """Method → the one that it is compared with: the same optimizer without weight norm."""
+METHOD_FIELDS = ("optimizer", "retract", "length_learning_rate", "weight_decay")
+"""Fields that belong to a method; by default the last two depend on it."""
 RETRACTED, RETRACTED_COLOR = "+retract=True", "#a6611a"
 METRICS = ("train_bits_per_byte", "test_bits_per_byte")
 RESULT, TRIGRAM = "trigram_bits_per_byte", "trigram model"
@@ -57,7 +65,7 @@ def section(records: list[RunRecord]) -> Section:
     }
     grids = [
         RunGrid(name, runs, "train_bits_per_byte", kind=method, styles=styles)
-        for name, runs in sorted(grouped(records, label_without_retraction).items())
+        for name, runs in by_setting(records, METHOD_FIELDS, label_without_retraction).items()
     ]
     compared = [runs for runs in grids if len(runs.grid) > 1]
     others = [runs for runs in grids if len(runs.grid) == 1]
@@ -221,7 +229,7 @@ def results(runs: RunGrid) -> Table:
     head = ("method", "training", "held-out", "n", "lr", "seconds per epoch")
     notes = (
         "Bits per byte after the last epoch: mean ± standard deviation over n finished runs.",
-        "Seconds of the shortest epoch, with its evaluation: the others share the machine with "
+        "Seconds of the shortest epoch, without its evaluation: the others share the machine with "
         "other work.",
     )
     return Table("Bits per byte", head, tuple(rows), notes)

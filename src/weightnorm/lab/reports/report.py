@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from weightnorm.lab.reports.document import Section
 from weightnorm.lab.reports.figures import render_figures
 from weightnorm.lab.reports.page import render
 from weightnorm.lab.reports.run_grid import grouped
-from weightnorm.lab.runs.records import RunRecord, find_records
+from weightnorm.lab.runs.records import RunRecord, distinct_runs, find_records
 
 SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {
     "classify": classify.section,
@@ -76,13 +75,12 @@ def read(root: Path) -> tuple[list[RunRecord], list[str]]:
         raise ReportError(f"{root} is not a folder; expected the folder that holds the runs")
     root = root.absolute()
     found, problems = find_records(root)
-    records: dict[str, RunRecord] = {}
-    for record in sorted(found, key=lambda r: (not r.finished, -len(r.metrics))):
-        here = record.folder.relative_to(root)
-        if fault := _fault(record):
-            problems.append(f"{here}: {fault}")
-        elif (twin := records.setdefault(_identity(record), record)) is not record:
-            problems.append(f"{here} is the same run as {twin.folder.relative_to(root)}")
+    faults = {record.folder: fault for record in found if (fault := _fault(record))}
+    problems += [f"{folder.relative_to(root)}: {fault}" for folder, fault in faults.items()]
+    records, copies = distinct_runs(record for record in found if record.folder not in faults)
+    for copy, kept in copies:
+        here, there = (record.folder.relative_to(root) for record in (copy, kept))
+        problems.append(f"{here} is the same run as {there}")
     problems = sorted(problem.replace(f"{root}/", "") for problem in problems)
     if not records:
         raise ReportError(
@@ -90,11 +88,11 @@ def read(root: Path) -> tuple[list[RunRecord], list[str]]:
             "`weightnorm run classify --preset demo`, or name the folder that holds them"
             + "".join(f"\n  {problem}" for problem in problems)
         )
-    return sorted(records.values(), key=lambda r: r.folder), problems
+    return records, problems
 
 
 def _fault(record: RunRecord) -> str:
-    """Return what is wrong with the types in a record; empty if nothing is."""
+    """Return what is wrong with a record; empty if nothing is."""
     expected = {
         "experiment": (record.experiment, str),
         "preset": (record.preset, str),
@@ -102,13 +100,13 @@ def _fault(record: RunRecord) -> str:
         "result": (record.result or {}, dict),
     }
     wrong = (name for name, (value, kind) in expected.items() if not isinstance(value, kind))
-    return next((f"its {name} has the wrong type" for name in wrong), "")
-
-
-def _identity(record: RunRecord) -> str:
-    """Identify a run by its config and machine, so that copies of it count once."""
-    where = [record.environment.get(field) for field in ("machine", "device")]
-    return json.dumps([record.experiment, record.config, where], sort_keys=True)
+    fault = next((f"its {name} has the wrong type" for name in wrong), "")
+    if not fault and record.experiment in LAST:  # these sections read more than numbers by epoch
+        try:
+            SECTIONS[record.experiment]([record])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            fault = f"it is damaged ({type(error).__name__}: {error})"
+    return fault
 
 
 def _write(out: Path, files: dict[str, bytes]) -> None:

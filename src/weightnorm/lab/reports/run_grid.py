@@ -69,7 +69,7 @@ class RunGrid:
 
 def run_grids(records: list[RunRecord], metric: str) -> list[RunGrid]:
     """Return one grid for each preset, or variant of one."""
-    return [RunGrid(*group, metric) for group in sorted(grouped(records, label).items())]
+    return [RunGrid(*group, metric) for group in by_setting(records).items()]
 
 
 def rate(record: RunRecord) -> float:
@@ -90,6 +90,41 @@ def grouped(
     for record in records:
         groups.setdefault(key(record), []).append(record)
     return groups
+
+
+COMPARED = ("preset", "parameterization", "learning_rate", "seed")
+"""Fields of a config in which the runs of a grid differ."""
+
+
+def by_setting(
+    records: Iterable[RunRecord],
+    compared: tuple[str, ...] = (),
+    name: Callable[[RunRecord], str] | None = None,
+) -> dict[str, list[RunRecord]]:
+    """Group records by label. Where runs of one label have several settings, because folders were
+    copied or a preset has changed, each setting is a group, named by the fields that differ.
+
+    Args:
+        records: of one experiment.
+        compared: fields in which the runs of a group may differ, besides `COMPARED`.
+        name: the label of a record; by default `label`.
+    """
+    groups: dict[str, list[RunRecord]] = {}
+    for text, runs in grouped(records, name or label).items():
+        configs = [run.config for run in runs]
+        common = set.intersection(*(set(config) for config in configs))  # older ones have fewer
+        differing = sorted(
+            field
+            for field in common.difference(COMPARED, compared)
+            if any(config[field] != configs[0][field] for config in configs)
+        )
+
+        def setting(run: RunRecord, text: str = text, differing: list[str] = differing) -> str:
+            changes = [f"{field}={run.config[field]}" for field in differing]
+            return f"{text}{',' if '+' in text else '+'}{','.join(changes)}" if changes else text
+
+        groups.update(grouped(runs, setting))
+    return dict(sorted(groups.items()))
 
 
 def label(record: RunRecord) -> str:

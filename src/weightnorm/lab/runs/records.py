@@ -59,8 +59,9 @@ class RunRecord:
         return [row.get(name) for row in self.metrics]
 
     def final(self, metric: str) -> float | None:
-        """Return a metric of the result; None if there is none or it is not a finite number."""
-        value = (self.result or {}).get(metric)
+        """Return a metric of the result; None if there is none, it is not a finite number, or the
+        run diverged."""
+        value = (self.result or {}).get(metric) if self.diverged is None else None
         return value if is_number(value) else None
 
 
@@ -127,6 +128,25 @@ def find_records(root: Path) -> tuple[list[RunRecord], list[str]]:
         except RecordError as error:  # noqa: PERF203
             problems.append(str(error))
     return records, problems
+
+
+def distinct_runs(
+    records: Iterable[RunRecord],
+) -> tuple[list[RunRecord], list[tuple[RunRecord, RunRecord]]]:
+    """Return each run once, the most complete copy of it, and (copy, kept run) for the others.
+
+    Runs of one config and seed are one sample, wherever they were computed. Records without a seed,
+    as those of benchmarks, are one for each machine.
+    """
+    kept: dict[str, RunRecord] = {}
+    copies = []
+    for record in sorted(records, key=lambda r: (not r.finished, -len(r.metrics), r.folder)):
+        where = [record.environment.get(field) for field in ("machine", "device")]
+        what = [record.experiment, record.config, [] if "seed" in record.config else where]
+        twin = kept.setdefault(json.dumps(what, sort_keys=True), record)
+        if twin is not record:
+            copies.append((record, twin))
+    return sorted(kept.values(), key=lambda r: r.folder), copies
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -57,7 +57,7 @@ EPS = 1e-12
 
 def check_lengths(v: Tensor, g: Tensor, dim: int | None, groups: int = 1) -> None:
     """Raise a ValueError unless there is one g for each unit of v; torch's kernels do not check."""
-    if g.numel() != (1 if dim is None else v.shape[dim] * groups):
+    if g.numel() != (1 if dim is None else v.size(dim) * groups):
         raise ValueError(wrong_shape(v, g, dim, groups))
 
 
@@ -421,10 +421,12 @@ def gradients(
 
 def _is_fast_on_cpu(v: Tensor, g: Tensor, dim: int, groups: int) -> bool:
     """Whether torch's fused CPU kernel is the fastest form for this contiguous weight."""
-    columns = dim == 1 and v.ndim == 2 and v.shape[1] >= _WIDE and groups == 1
-    if not columns and (dim != 0 or v.ndim < 2):
-        return False
-    return v.dtype in _WIDE_TYPES and g.dtype is v.dtype and v.numel() > 0
+    dtype = v.dtype
+    if (dtype is not torch.float32 and dtype is not torch.float64) or g.dtype is not dtype:
+        return False  # it is not exact
+    if dim == 0:
+        return v.ndim > 1 and v.numel() > 0
+    return dim == 1 and groups == 1 and v.ndim == 2 and v.shape[1] >= _WIDE and v.shape[0] > 0
 
 
 def _compose_transposed(v: Tensor, g: Tensor, dim: int, eps: float) -> Tensor | None:
@@ -438,8 +440,6 @@ _SMALL = 2**16
 """Elements in a weight below which two copies cost less than the calls they save, on a CPU."""
 _WIDE = 64
 """Units along a last axis from which the fused CPU kernel is fast: it works along whole rows."""
-_WIDE_TYPES = (torch.float32, torch.float64)
-"""Types for which the fused CPU kernel is both fast and exact."""
 
 
 def _compose_strided(v: Tensor, g: Tensor, dim: int | None, groups: int, eps: float) -> Tensor:

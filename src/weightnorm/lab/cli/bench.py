@@ -24,7 +24,7 @@ VERDICTS = {"met": "green", "within noise": "yellow", "missed": "red"}
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Measures weight norm beside alternatives in alternation: ratios with intervals, and goals."""
+    """Measure weight norm and its alternatives, interleaved: ratios with intervals, and goals."""
 
     benchmarks: tyro.conf.Positional[tuple[str, ...]] = ()
     """Names of benchmarks; by default all. See --list."""

@@ -14,7 +14,7 @@ class ClaimsOptions:
     """The paper's claims about weight norm, each measured and given a verdict."""
 
     quick: bool = False
-    """Embedded digits, under two minutes; else CIFAR-10, half an hour on two cores."""
+    """Embedded digits, under two minutes; else CIFAR-10, 40 minutes on one core."""
     long: bool = False
     """Claim 6, the range of learning rates, over ten epochs of MNIST, about an hour on two cores.
     It has a record of its own."""

@@ -62,6 +62,8 @@ def parse_config(module: ModuleType, words: list[str], verb: str) -> Any:
     if name not in module.PRESETS:
         name = "cpu"  # parse() below raises the error
     preset = find_preset(module.PRESETS, name, given.get("--data", ""))
+    # What --help shows; flags such as --parameterization may change it below.
+    preset = replace(preset, learning_rate=module.default_learning_rate(preset))
     config: RunConfig = parse(type(preset), words, verb, default=preset)
     if "--learning-rate" not in split_flags(words):
         config = replace(config, learning_rate=module.default_learning_rate(config))

@@ -46,6 +46,8 @@ SAMPLES, DRAWINGS = 100, 8
 class Config(RunConfig):
     """Train DRAW, a recurrent VAE with attention."""
 
+    parameterization: Parameterization = Parameterization.WEIGHT_NORM
+    """Only standard and weight-norm apply to this model."""
     data: Literal["binarized-mnist", "digits"] = "binarized-mnist"
     """The fixed binarization of MNIST, or scikit-learn's embedded digits thresholded at ½."""
     epochs: int = 100

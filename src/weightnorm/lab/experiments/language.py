@@ -51,6 +51,8 @@ def leaves_out(fields: dict[str, Any]) -> bool:
 class Config(RunConfig):
     """Train a byte-level transformer on the Python source of the installed torch package."""
 
+    parameterization: Parameterization = Parameterization.WEIGHT_NORM
+    """Only standard and weight-norm apply to this model."""
     preset: Literal["cpu", "demo"] = "cpu"
     """Defaults of the other fields: 15 to 30 minutes on one core, or a minute."""
     optimizer: Literal["adamw", "muon", "hyperball"] = "adamw"

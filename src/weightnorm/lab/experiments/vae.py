@@ -56,6 +56,8 @@ SAMPLES, RECONSTRUCTIONS = 40, 16
 class Config(RunConfig):
     """Train a convolutional VAE."""
 
+    parameterization: Parameterization = Parameterization.WEIGHT_NORM
+    """Only standard and weight-norm apply to this model."""
     learning_rate: float = 0.002
     """Adamax's learning rate."""
     data: Literal["mnist", "cifar10", "digits"] = "mnist"

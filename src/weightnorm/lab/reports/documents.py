@@ -41,8 +41,8 @@ class Gallery:
     figure: str
     findings: str
     card: str
-    first: int = 0
-    """Index of the first finding that is shown."""
+    shown: int = 0
+    """Index of the finding that is shown."""
     wide: bool = False
     """Whether the figure has panels: shown below the table, in full width."""
 
@@ -53,7 +53,7 @@ GALLERY = (
         "classify/figures/classify-cpu-test-error.png",
         "classify-cpu-findings",
         "docs/experiments/classify.md",
-        first=1,
+        shown=1,
     ),
     Gallery(
         "Convolutional VAE on MNIST (section 5.2)",
@@ -160,12 +160,12 @@ def _gallery(found: dict[str, str]) -> Iterator[str]:
     """Yield the lines of a Markdown table with two experiments in each row, then the wide ones."""
 
     def shown(entry: Gallery) -> str:
-        sentences = found[entry.findings].removeprefix("- ").split("\n- ")[entry.first :]
+        sentence = found[entry.findings].removeprefix("- ").split("\n- ")[entry.shown]
         image = (
             f'<img src="docs/results/{entry.figure}" width="{700 if entry.wide else 340}" '
             f'alt="{escape(entry.title)}">'
         )
-        return f"**[{entry.title}]({entry.card})**<br>{image}<br>{' '.join(sentences)}"
+        return f"**[{entry.title}]({entry.card})**<br>{image}<br>{sentence}"
 
     yield "| | |"
     yield "|---|---|"

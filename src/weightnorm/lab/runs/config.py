@@ -26,8 +26,8 @@ class RunConfig:
     parameterization: Parameterization = Parameterization.WEIGHT_NORM
     """Parameterization of the weights and normalization of the pre-activations."""
     learning_rate: float = 0.003
-    """Initial step size. The command line's default is the preset's choice for the
-    parameterization: the paper's, except on the digits."""
+    """Learning rate at the start. The command line's default is the preset's for this
+    parameterization."""
     seed: int = 1
     """Seed of the initial weights, the order of the data, and the noise."""
 

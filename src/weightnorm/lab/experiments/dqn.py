@@ -15,14 +15,20 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from weightnorm import Parameterization, WeightNormOptimizer, data_dependent_init, parameterize
+from weightnorm import (
+    Parameterization,
+    WeightNormOptimizer,
+    data_dependent_init,
+    parameterize,
+    update_running_means,
+)
 from weightnorm.lab.errors import require
 from weightnorm.lab.models.q_network import QNetwork
 from weightnorm.lab.rl.atari import Atari, Game, rom_paths
@@ -236,7 +242,9 @@ class Agent:
         networks have plain weights, and `WeightNormOptimizer` trains v and g. An action costs the
         same with weight norm as without, and nothing has to be copied for it.
 
-    With batch norm a copy in evaluation mode acts, with the running averages.
+    With batch norm a copy in evaluation mode acts, with the running averages. The values themselves
+    are not normalized: their scale would be that of batch norm's γ, which starts small and follows
+    the targets by one learning rate per update.
     """
 
     def __init__(self, config: Config, game: Game, device: torch.device) -> None:
@@ -244,7 +252,10 @@ class Agent:
         how = config.parameterization
         plain = Parameterization.STANDARD if how.normalizes_weights else how
         wrap = partial(parameterize, how=plain)
-        self.model = QNetwork(wrap, game.actions, shape=game.shape, width=config.width).to(device)
+        output = partial(parameterize, how=Parameterization.STANDARD)
+        self.model = QNetwork(
+            wrap, game.actions, output=output, shape=game.shape, width=config.width
+        ).to(device)
         self.target = frozen_copy(self.model)
         self.actor = frozen_copy(self.model) if how.uses_batch else self.model
         options: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.5, 0.999)}
@@ -259,12 +270,11 @@ class Agent:
 
     def initialize(self, states: Tensor) -> None:
         """Apply data-dependent initialization and update both copies."""
-        std, last = self.config.value_std, cast(Any, self.model[-1])
-        batch_normed = isinstance(last, nn.Sequential)  # batch norm's scale is set below instead
-        target_std = {} if batch_normed else {str(len(self.model) - 1): std}
-        data_dependent_init(self.model, states.to(self.device), target_std=target_std)
-        if batch_normed:
-            nn.init.constant_(last[-1].weight, std)
+        states = states.to(self.device)
+        target_std = {str(len(self.model) - 1): self.config.value_std}
+        data_dependent_init(self.model, states, target_std=target_std)
+        # The copies use running statistics, and have to start as the same function.
+        update_running_means([states], self.model)
         self.update_actor()
         self.update_target()
 

@@ -28,6 +28,7 @@ class QNetwork(nn.Sequential):
 
     Args:
         wrap: applied to each layer with weights, such as ``parameterize``.
+        output: applied to the last of them instead.
         actions: output units.
         shape: height and width of a frame.
         frames: frames in a state.
@@ -39,13 +40,14 @@ class QNetwork(nn.Sequential):
         wrap: Wrap,
         actions: int,
         *,
+        output: Wrap | None = None,
         shape: tuple[int, int] = (84, 84),
         frames: int = 4,
         width: float = 1.0,
     ) -> None:
         first, second, third, hidden = (round(n * width) for n in (32, 64, 64, 512))
 
-        def layer(plain: nn.Module) -> nn.Module:
+        def layer(plain: nn.Module, wrap: Wrap = wrap) -> nn.Module:
             return wrap(init_(plain, partial(nn.init.normal_, std=0.05)))  # section 3
 
         def convolution(i: int, inputs: int, outputs: int) -> list[nn.Module]:
@@ -59,7 +61,7 @@ class QNetwork(nn.Sequential):
             nn.Flatten(),
             layer(nn.Linear(third * prod(map(_output_size, shape)), hidden)),
             nn.ReLU(True),
-            layer(nn.Linear(hidden, actions)),
+            layer(nn.Linear(hidden, actions), output or wrap),
         )
         self.to(memory_format=torch.channels_last)  # type: ignore
 

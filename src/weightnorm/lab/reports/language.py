@@ -39,7 +39,8 @@ PLAIN = {
 """Method → the one that it is compared with: the same optimizer without weight norm."""
 METHOD_FIELDS = ("optimizer", "retract", "length_learning_rate", "weight_decay")
 """Fields that belong to a method; by default the last two depend on it."""
-RETRACTED, RETRACTED_COLOR = "+retract=True", "#a6611a"
+RETRACTED = "+retract=True"
+RETRACTED_COLORS = {"adamw weight-norm": "#a6611a", "muon weight-norm": "#7f7f7f"}
 METRICS = ("train_bits_per_byte", "test_bits_per_byte")
 RESULT, TRIGRAM = "trigram_bits_per_byte", "trigram model"
 
@@ -60,8 +61,8 @@ def label_without_retraction(record: RunRecord) -> str:
 def section(records: list[RunRecord]) -> Section:
     """Describe experiment 5: a part for each setting with several methods, then the others."""
     styles = METHODS | {
-        f"{kind}{RETRACTED}": Style(f"{style.name}, ‖v‖ restored", RETRACTED_COLOR, style.marker)
-        for kind, style in METHODS.items()
+        f"{kind}{RETRACTED}": Style(f"{METHODS[kind].name}, ‖v‖ restored", color, "x")
+        for kind, color in RETRACTED_COLORS.items()
     }
     grids = [
         RunGrid(name, runs, "train_bits_per_byte", kind=method, styles=styles)
@@ -101,20 +102,24 @@ def part(runs: RunGrid) -> Section:
         name = slug(f"language {runs.label} {metric}")
         return Plot(name, title, line_caption(drawn), "step", y, drawn)
 
-    equal_steps = curves("test_bits_per_byte", "At equal steps", "bits per byte of held-out text")
+    # Retraction has curves of its own in the figures of lengths and angles only.
+    compared = replace(runs, records=[r for r in runs.records if not r.config.get("retract")])
+    equal_steps = curves(
+        "test_bits_per_byte", "At equal steps", "bits per byte of held-out text", compared
+    )
     by_unit = [r for r in runs.records if r.config.get("optimizer") != "hyperball"]  # by matrix
     lengths = curves(
         "v_norm", "Length of v", "‖v‖, mean over units", replace(runs, records=by_unit)
     )
     content: list[Plot | PlotPanels | Table] = [
-        steps_and_minutes(runs, equal_steps),
+        steps_and_minutes(compared, equal_steps),
         results(runs),
         *differences(runs),
         *unfinished(runs),
-        curves("train_bits_per_byte", "Training text", "bits per byte"),
+        curves("train_bits_per_byte", "Training text", "bits per byte", compared),
         lengths,
         curves("step_angle", "Angle of a step", "radians, mean over units"),
-        *learning_rates(runs),
+        *learning_rates(compared),
         settings(runs.records),
     ]
     visible = (item for item in content if not isinstance(item, Plot) or item.lines)

@@ -86,6 +86,23 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def variance_ratio_interval(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """Return the ratio of the variances of two samples and its F interval, for normal values.
+
+    Unbounded if a sample has fewer than two values, or one that is not finite.
+
+    >>> print(variance_ratio_interval([1.0, 2.0, 3.0], [1.0, 3.0, 5.0]))
+    0.25 [0.00641, 9.75]
+    """
+    x, y = (np.asarray(values, dtype=np.float64) for values in (a, b))
+    if min(len(x), len(y)) < 2 or not (np.isfinite(x).all() and np.isfinite(y).all()):
+        return Interval(np.nan, -np.inf, np.inf)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = float(x.var(ddof=1) / y.var(ddof=1))
+    low, high = scipy.stats.f.ppf((0.025, 0.975), len(x) - 1, len(y) - 1)
+    return Interval(ratio, float(ratio / high), float(ratio / low))
+
+
 def paired_differences(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
     """Return a − b of the seeds that both have.
 

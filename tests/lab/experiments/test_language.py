@@ -238,3 +238,10 @@ def test_killed_and_resumed_through_the_command_line_and_on_two_ranks(tmp_path):
     for name in one.metrics[0]:
         if name != "seconds":
             assert two.column(name) == pytest.approx(one.column(name), rel=1e-3)
+
+
+def test_settings_without_effect_are_no_settings():
+    plain = replace(PRESETS["demo"], parameterization=Parameterization.STANDARD)
+    assert replace(plain, length_learning_rate=0.5) == plain
+    fixed = replace(PRESETS["demo"], optimizer="hyperball")
+    assert replace(fixed, length_learning_rate=0.5, weight_decay=0.3, retract=True) == fixed

@@ -120,20 +120,22 @@ def exactly(deviation: float, tolerance: float) -> Verdict:
 
 
 def above(interval: Interval, threshold: float, zero: float = 0.0) -> Verdict:
-    """Verdict on an effect: holds if the whole interval exceeds the threshold, qualitatively if it
-    exceeds `zero`, the value without an effect; does not hold if no part of it exceeds the
+    """Verdict on an effect: holds if the whole interval is at least the threshold, qualitatively if
+    it exceeds `zero`, the value without an effect; does not hold if all of it is below the
     threshold.
 
     >>> [above(Interval(m, m - 0.2, m + 0.2), threshold=0.5) for m in (0.8, 0.4, 0.05)]
     ['holds', 'holds qualitatively', 'does not hold here']
     >>> above(Interval(0.4, -0.1, 0.9), threshold=0.5)
     'not shown'
+    >>> above(Interval(0.5, 0.5, 0.5), threshold=0.5)
+    'holds'
     """
-    if interval.low > threshold:
+    if interval.low >= threshold:
         return HOLDS
     if interval.low > zero:
         return QUALITATIVELY
-    return FAILS if interval.high <= threshold else NOT_SHOWN
+    return FAILS if interval.high < threshold else NOT_SHOWN
 
 
 def undecided(*effects: Interval) -> Verdict:

@@ -81,15 +81,17 @@ def scaled_and_projected(c: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     8, "2", "w is often near a dominant eigenvector of the covariance C of its gradient",
     paper="empirical, no number given",
     measured=f"share of units whose w has a |cosine| above {NEAR} with one of the {DOMINANT} top "
-    "eigenvectors of C, over layers, training time, standard and weight norm; and w′Cw/(‖w‖²λ); "
+    "eigenvectors of C, over layers, two times of training, standard and weight norm; and "
+    "w′Cw/(‖w‖²λ); "
     "both compared with random directions",
 )  # fmt: skip
 def dominant_direction(context: Context) -> Measured:
     rows = all_rows(context)
-    near, by_chance = (over_seeds(rows, key) for key in ("near", "near_random"))
-    best, top = (over_seeds(rows, key) for key in ("cosine_dominant", "cosine"))
-    more = over_seeds(rows, "rayleigh", less="rayleigh_random")
-    nearer = over_seeds(rows, "cosine_dominant", less="cosine_dominant_random")
+    trained = [row for row in rows if row["step"] > 0]  # before training w is a random direction
+    near, by_chance = (over_seeds(trained, key) for key in ("near", "near_random"))
+    best, top = (over_seeds(trained, key) for key in ("cosine_dominant", "cosine"))
+    more = over_seeds(trained, "rayleigh", less="rayleigh_random")
+    nearer = over_seeds(trained, "cosine_dominant", less="cosine_dominant_random")
     value = (
         f"{100 * near.value:.0f} % of units are near "
         f"[{100 * near.low:.0f}, {100 * near.high:.0f}], "

@@ -105,6 +105,12 @@ class Config(RunConfig):
         require(not leaves_out(vars(self)), "parameterization", how,
                 "weight-norm: hyperball fixes the norm of the weights")  # fmt: skip
         require(normalizes or not self.retract, "retract", True, "False without weight norm")
+        # Without effect there: runs with other values would be copies.
+        if not normalizes or self.optimizer == "hyperball":
+            object.__setattr__(self, "length_learning_rate", None)
+        if self.optimizer == "hyperball":
+            object.__setattr__(self, "weight_decay", None)
+            object.__setattr__(self, "retract", False)
         divides = self.width % self.heads == 0 and self.width // self.heads % 2 == 0
         expected = f"a divisor of {self.width} with heads of an even size"
         require(divides, "heads", self.heads, expected)

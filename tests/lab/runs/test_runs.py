@@ -39,6 +39,7 @@ from commands import (
     weightnorm,
 )
 from weightnorm import Parameterization
+from weightnorm.init_report import InitReport, LayerInit
 from weightnorm.lab.cli.main import main
 from weightnorm.lab.errors import (
     CheckpointError,
@@ -597,3 +598,21 @@ def test_ranks_that_read_different_checkpoints_are_refused():
     expected = "rank 0: epoch 1, step 2; rank 1: epoch 0, step 7"
     with pytest.raises(CheckpointError, match=expected):
         Run._refuse_different_checkpoints(run)
+
+
+def test_units_that_initialization_leaves_out_are_recorded(tmp_path, capsys):
+    config = replace(classify.PRESETS["demo"], runs=tmp_path, epochs=1)
+    report = InitReport(
+        (
+            LayerInit("a", "Linear", units=3, dead=(0, 2)),
+            LayerInit("b", "Linear", skipped="it did not run"),
+            LayerInit("c", "Linear", units=3),
+        )
+    )
+    with Run("classify", config, classify.PRESETS) as run:
+        run.record_initialization(report)
+        run.record_initialization(InitReport(()))  # when resumed
+    found = json.loads((run.folder / "initialization.json").read_text())
+    assert found == {"layers": 2, "dead_units": {"a": 2}, "skipped": {"b": "it did not run"}}
+    text = " ".join(capsys.readouterr().err.split())
+    assert "not initialized on data: 2 constant units of a, b (it did not run)" in text

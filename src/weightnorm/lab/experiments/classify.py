@@ -130,7 +130,8 @@ def run(config: Config, console: Console | None = None, data: Labelled | None = 
         model = model.to(run.device).to(memory_format=torch.channels_last)  # type: ignore
         chosen = run.ranks.share(torch.randperm(len(train))[: config.init_examples])
         run.seed_by_rank()
-        data_dependent_init(model, train[chosen.to(run.device)], group=run.ranks.group)
+        examples = train[chosen.to(run.device)]
+        run.record_initialization(data_dependent_init(model, examples, group=run.ranks.group))
         network = torch.compile(model) if config.compile else model
 
         optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)

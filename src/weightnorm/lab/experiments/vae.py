@@ -152,7 +152,10 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
         chosen = run.ranks.share(torch.randperm(len(train))[: config.init_examples])
         run.seed_by_rank()
         examples = to_input(train[chosen.to(run.device)], config)
-        data_dependent_init(model, examples, target_std=model.target_std, group=run.ranks.group)
+        report = data_dependent_init(
+            model, examples, target_std=model.target_std, group=run.ranks.group
+        )
+        run.record_initialization(report)
         network = torch.compile(model) if config.compile else model
         weights = batched_weights(model)
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from weightnorm.diagnostics import weight_rows
 from weightnorm.distributed import RankLost
+from weightnorm.init_report import InitReport
 from weightnorm.lab.errors import (
     CheckpointError,
     ConfigError,
@@ -204,6 +205,21 @@ class Run:
             message = str(record.diverged.get("message", "the run diverged"))
             raise Diverged(f"{message}. Delete {self.folder} to run it again")
         return record if record.finished else None
+
+    def record_initialization(self, report: InitReport) -> None:
+        """Write initialization.json: the layers and units that data-dependent initialization left
+        as they were. Prints a line if there are any."""
+        dead = {name: len(units) for name, units in report.dead.items()}
+        skipped = {layer.name: layer.skipped for layer in report.skipped}
+        path = self.folder / "initialization.json"
+        if not self.ranks.first or path.exists():  # when resuming it is done again and overwritten
+            return
+        write_json(path, {"layers": len(report.done), "dead_units": dead, "skipped": skipped})
+        if dead or skipped:
+            parts = [f"{n} constant units of {name}" for name, n in dead.items()]
+            parts += [f"{name} ({reason})" for name, reason in skipped.items()]
+            text = f"not initialized on data: {', '.join(parts)}"
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def seed_by_rank(self) -> None:
         """Let ranks, which start with the same weights, draw different noise from here on."""

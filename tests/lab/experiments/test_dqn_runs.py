@@ -10,6 +10,7 @@ import torch
 from commands import outcome, run_folder, same, started, wait_for, weightnorm
 from weightnorm.lab.cli import main
 from weightnorm.lab.reports import report
+from weightnorm.lab.runs.checkpoints import load_checkpoint
 from weightnorm.lab.runs.records import find_records, load_record
 
 TINY = (
@@ -56,7 +57,7 @@ def test_resume_after_kill_is_bit_exact(tmp_path, reference):
         if process.returncode == 0:  # it finished first
             break
         kills += 1
-        state = torch.load(run_folder(tmp_path) / "checkpoint.pt", weights_only=True)
+        state = load_checkpoint(run_folder(tmp_path) / "checkpoint.pt")
         steps.add((state["epoch"], state["step"]))
     assert kills
     assert weightnorm(*command)[0] == 0

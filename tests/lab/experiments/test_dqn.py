@@ -240,8 +240,8 @@ def test_schedule_of_updates_target_copies_and_epsilon(config, monkeypatch):
 
     class LoggedAgent(Agent):
         def initialize(self, states):
-            super().initialize(states)
             initialized.append((now(), len(states)))
+            return super().initialize(states)
 
         def update(self, batch):
             updated.append(now())

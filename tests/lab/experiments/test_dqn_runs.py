@@ -1,5 +1,6 @@
 """DQN through the command line, on a real game: kill and resume, interrupt, sweep, report."""
 
+import json
 import random
 import signal
 import time
@@ -39,6 +40,7 @@ def test_run_writes_its_record(reference):
     assert record.result["best_score"] == max(record.column("score"))
     assert [row["epsilon"] for row in record.metrics] == pytest.approx([0.904, 0.784])
     assert not list(record.folder.glob("replay*"))
+    assert json.loads((record.folder / "initialization.json").read_text())["layers"] == 5
 
 
 def test_resume_after_kill_is_bit_exact(tmp_path, reference):

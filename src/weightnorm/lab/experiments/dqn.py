@@ -23,6 +23,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from weightnorm import (
+    InitReport,
     Parameterization,
     WeightNormOptimizer,
     data_dependent_init,
@@ -197,7 +198,7 @@ def run(
         for _ in run.epochs(config.epochs):
             for step in run.steps(config.train_steps + config.test_steps, replay.margin // 2):
                 if step < config.train_steps:
-                    loss = train_step(agent, player, replay, baseline)
+                    loss = train_step(agent, player, replay, baseline, run.record_initialization)
                     if loss is not None:
                         run.add(loss=loss, count=config.batch_size)
                     continue
@@ -268,15 +269,16 @@ class Agent:
         if config.compile:
             self.networks = torch.compile(self.model), torch.compile(self.target)
 
-    def initialize(self, states: Tensor) -> None:
+    def initialize(self, states: Tensor) -> InitReport:
         """Apply data-dependent initialization and update both copies."""
         states = states.to(self.device)
         target_std = {str(len(self.model) - 1): self.config.value_std}
-        data_dependent_init(self.model, states, target_std=target_std)
+        report = data_dependent_init(self.model, states, target_std=target_std)
         # The copies use running statistics, and have to start as the same function.
         update_running_means([states], self.model)
         self.update_actor()
         self.update_target()
+        return report
 
     def update_actor(self) -> None:
         """Copy the online network's weights to the actor, if that is another network."""
@@ -311,9 +313,16 @@ class Agent:
 
 
 def train_step(
-    agent: Agent, player: Player, replay: ReplayBuffer, baseline: InitialBaseline
+    agent: Agent,
+    player: Player,
+    replay: ReplayBuffer,
+    baseline: InitialBaseline,
+    record: Callable[[InitReport], None] = lambda report: None,
 ) -> Tensor | None:
-    """Act, store the transition, and update the networks when due. Return the loss of an update."""
+    """Act, store the transition, and update the networks when due. Return the loss of an update.
+
+    `record` gets the report of data-dependent initialization, before the first update.
+    """
     config, loss = agent.config, None
     action = epsilon_greedy(
         agent.actor, replay.state, epsilon(config, replay.steps), player.game.actions
@@ -328,7 +337,7 @@ def train_step(
         baseline.states = replay.sample(config.init_states).states.clone()
         baseline.score = player.score
         player.reset_score()
-        agent.initialize(baseline.states)
+        record(agent.initialize(baseline.states))
     elif replay.steps % config.update_every == 0:
         loss = agent.update(replay.sample(config.batch_size))
     if replay.steps % config.sync_every == 0:

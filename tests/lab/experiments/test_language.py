@@ -96,6 +96,21 @@ def test_the_report_pairs_seeds_of_an_optimizer_with_and_without_weight_norm(tmp
     assert panels.plots[0].lines[0].x == (3.0, 6.0)
 
 
+@pytest.mark.parametrize("method", ["adamw-weight-norm", "muon-weight-norm"])
+def test_initial_g_of_one_keeps_the_directions(tmp_path, method):
+    models = []
+    for initial_g in ("norm", "one"):
+        torch.manual_seed(0)
+        models.append(Transformer(16, 1, 2, 16))
+        made = config(tmp_path, method, initial_g=initial_g)
+        optimizer = language.build_optimizers(models[-1], made)[0]
+    assert all(torch.allclose(g, torch.ones_like(g)) for _, g in optimizer.parts().values())
+    kept, unit = (dict(model.named_parameters()) for model in models)
+    for name, w in kept.items():
+        expected = w / w.norm(dim=1, keepdim=True) if name in optimizer.parts() else w
+        torch.testing.assert_close(unit[name], expected)
+
+
 def test_retraction_keeps_the_norm_of_v(tmp_path, corpus):
     growth = {}
     for retract in (False, True):
@@ -242,6 +257,7 @@ def test_killed_and_resumed_through_the_command_line_and_on_two_ranks(tmp_path):
 
 def test_settings_without_effect_are_no_settings():
     plain = replace(PRESETS["demo"], parameterization=Parameterization.STANDARD)
-    assert replace(plain, length_learning_rate=0.5) == plain
+    assert replace(plain, length_learning_rate=0.5, initial_g="one") == plain
     fixed = replace(PRESETS["demo"], optimizer="hyperball")
-    assert replace(fixed, length_learning_rate=0.5, weight_decay=0.3, retract=True) == fixed
+    others = {"length_learning_rate": 0.5, "weight_decay": 0.3, "retract": True, "initial_g": "one"}
+    assert replace(fixed, **others) == fixed

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from weightnorm import Parameterization, WeightNormOptimizer
+from weightnorm import Parameterization, WeightNormOptimizer, functional
 from weightnorm.diagnostics import direction_angle, weight_rows
 from weightnorm.lab.data import torch_source
 from weightnorm.lab.data.torch_source import Corpus
@@ -77,6 +77,8 @@ class Config(RunConfig):
     """Initial step size of g; by default 0.005 under adamw and 0.1 under muon."""
     weight_decay: float | None = None
     """Decoupled weight decay of the blocks' matrices; by default 0.1, with weight norm 0."""
+    initial_g: Literal["norm", "one"] = "norm"
+    """Initial g of weight norm: ‖w‖ of the initial weights, which keeps them, or 1."""
     retract: bool = False
     """Restore ‖v‖ after every step, so that it does not grow."""
     warmup: float = 0.05
@@ -108,6 +110,7 @@ class Config(RunConfig):
         # Without effect there: runs with other values would be copies.
         if not normalizes or self.optimizer == "hyperball":
             object.__setattr__(self, "length_learning_rate", None)
+            object.__setattr__(self, "initial_g", "norm")
         if self.optimizer == "hyperball":
             object.__setattr__(self, "weight_decay", None)
             object.__setattr__(self, "retract", False)
@@ -208,6 +211,10 @@ def build_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opt
         if config.optimizer == "muon":
             return [torch.optim.Muon(matrices, lr=rate, weight_decay=decay), others(rest)]
         return [torch.optim.AdamW(matrices, weight_decay=decay, **adam), others(rest)]
+    if config.initial_g == "one":
+        with torch.no_grad():
+            for w in matrices:
+                w.div_(functional.norm(w))
     length_rate = config.length_learning_rate or LENGTH_RATES[config.optimizer]
     lengths = partial(torch.optim.AdamW, **{**adam, "lr": length_rate}, weight_decay=0.0)
     normalize = partial(WeightNormOptimizer, model, where=in_blocks, others=others)

@@ -1,6 +1,7 @@
 """Report section of DRAW: bounds, initial g, pictures."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -135,6 +136,35 @@ def test_each_initial_g_has_its_own_curve_in_one_figure(drawn):
 def test_no_epochs_table_for_one_parameterization(drawn):
     (part,) = section([drawn([130.0, 96.0])]).content
     assert not [x for x in part.content if x.title.startswith("Epochs to")]
+
+
+def test_difference_to_standard_is_paired_by_seed(drawn):
+    records = [
+        drawn([120.0, 110.0, 105.0, 101.0], seed=1),
+        drawn([130.0, 115.0, 105.0, 102.0], seed=2),
+        drawn([90.0, 90.0, 90.0, 90.0], seed=3),  # weight norm lacks this seed
+        drawn([100.0, 100.0, 100.0, 100.0], "weight-norm", seed=1),
+        drawn([100.0, 105.0, 105.0, 104.0], "weight-norm", seed=2),
+    ]
+    row = rows(records, "Difference to standard")["weight norm, g = ‖v‖"]
+    assert row["n"] == "2"
+    for part, (a, b) in {
+        "first quarter": (20, 30),
+        "all epochs": (9, 9.5),
+        "last quarter": (1, -2),
+        "last epoch": (1, -2),
+    }.items():
+        half = 12.7062 * abs(a - b) / 2  # Student's t with one degree of freedom
+        values = (a + b) / 2, (a + b) / 2 - half, (a + b) / 2 + half
+        assert row[part].replace("−", "-") == "{:+.1f} [{:+.1f}, {:+.1f}]".format(*values)
+
+
+def test_no_difference_without_standard_or_of_a_diverged_run(drawn):
+    one = drawn([100.0, 90.0], "weight-norm", seed=1)
+    (part,) = section([one]).content
+    assert not [x for x in part.content if x.title == "Difference to standard"]
+    standard = replace(drawn([120.0, 110.0], seed=1), diverged={"epoch": 2})
+    assert rows([one, standard], "Difference")["weight norm, g = ‖v‖"]["all epochs"] == "—"
 
 
 def test_time_is_relative_to_standard_without_a_paper_column(drawn):

@@ -9,6 +9,7 @@ from weightnorm.lab.reports.provenance import config_values, deviations, setting
 from weightnorm.lab.reports.run_grid import RunGrid, finished, run_grids
 from weightnorm.lab.reports.style import STYLES, ordered, style_of
 from weightnorm.lab.reports.tables import (
+    difference_table,
     epochs_sentence,
     epochs_table,
     epochs_to_common,
@@ -61,6 +62,7 @@ def part(runs: RunGrid) -> Section:
         curves("test_error", "Test error", "test error, %", True),
         errors(runs),
         *epochs_table(runs, "train_error", "training error", 100, " %"),
+        *difference_table(runs, "test_error", "test error (percentage points)", 100),
         *unfinished(runs),
         curves("v_norm", "Length of v", "‖v‖, mean over units"),
         curves("effective_step", "Effective step", "g/‖v‖, mean over units"),

@@ -13,7 +13,7 @@ from weightnorm.lab.reports.pictures import load_arrays
 from weightnorm.lab.reports.provenance import MACHINE, deviations, differing_fields, settings
 from weightnorm.lab.reports.run_grid import RunGrid, by_setting, finished, grouped
 from weightnorm.lab.reports.style import Style, ordered, style_of
-from weightnorm.lab.reports.tables import final_values, unfinished
+from weightnorm.lab.reports.tables import difference_table, final_values, unfinished
 from weightnorm.lab.runs.records import RunRecord
 
 METRIC = "best_score"
@@ -70,6 +70,7 @@ def of_game(runs: RunGrid) -> Section:
         figure_4(runs),
         curves("train_score", "Score in training", "mean return in training"),
         phases(runs),
+        *difference_table(runs, "score", "score", digits=0),
         curves("mean_q", "Estimated values", "max Q, mean over the states of the initialization"),
         curves("loss", "Loss", "Huber loss of a transition"),
         *game_pictures(runs),

@@ -23,6 +23,7 @@ from weightnorm.lab.reports.run_grid import (
 )
 from weightnorm.lab.reports.style import STYLES, Style
 from weightnorm.lab.reports.tables import (
+    difference_table,
     epochs_sentence,
     epochs_table,
     final_values,
@@ -107,6 +108,7 @@ def part(runs: RunGrid) -> Section:
         curves("train_negative_elbo", "Bound on the training set"),
         bounds(runs),
         *epochs_table(runs, METRIC, "test bound", -1),
+        *difference_table(runs, METRIC, "test bound", -1, digits=1),
         curves("w_norm", "Length of the weight vectors", "‖w‖, mean over units", 1),
         curves("v_norm", "Length of v", "‖v‖, mean over units", 1),
         *unfinished(runs),

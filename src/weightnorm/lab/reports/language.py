@@ -17,7 +17,7 @@ from weightnorm.lab.reports.run_grid import (
     parameterization,
 )
 from weightnorm.lab.reports.style import STYLES, Style
-from weightnorm.lab.reports.tables import final_values, unfinished
+from weightnorm.lab.reports.tables import final_values, signed, unfinished
 from weightnorm.lab.runs.records import RunRecord, by_seed
 from weightnorm.lab.statistics import Interval, mean_interval, paired_differences
 
@@ -162,18 +162,6 @@ def paired(runs: RunGrid, metric: str) -> dict[str, tuple[Interval, int]]:
         if changes := paired_differences(values, plain):
             found[kind] = mean_interval(changes), len(changes)
     return found
-
-
-def signed(change: Interval) -> str:
-    """Format a difference with its sign, and its interval if it has one; a dash if a run diverged.
-
-    >>> signed(Interval(-0.0123, -0.02, -0.004)), signed(Interval(0.5, 0.5, 0.5))
-    ('−0.012 [−0.020, −0.004]', '+0.500')
-    """
-    if math.isnan(change.value):
-        return "—"
-    low_to_high = f" [{change.low:+.3f}, {change.high:+.3f}]" if change.low < change.high else ""
-    return f"{change.value:+.3f}{low_to_high}".replace("-", "−")
 
 
 def differences(runs: RunGrid) -> list[Table]:

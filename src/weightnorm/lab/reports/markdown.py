@@ -6,7 +6,7 @@ import re
 
 from weightnorm.lab.reports.document import Table
 
-INTERVAL = re.compile(r"(?: |&nbsp;)\[([-−\d.]+),(?: |&nbsp;)([-−\d.∞]+)\]")
+INTERVAL = re.compile(r"(?: |&nbsp;)\[([-−+\d.∞]+),(?: |&nbsp;)([-−+\d.∞]+)\]")
 
 
 def markdown_table(table: Table) -> str:
@@ -36,10 +36,12 @@ def _cell(text: str) -> str:
 
     >>> _cell("1.02 [0.99, 1.05]\\n2")
     '1.02&nbsp;<sub>0.99‑1.05</sub><br>2'
+    >>> _cell("−0.1 [−0.3, +0.1]")
+    '−0.1&nbsp;<sub>[−0.3,&nbsp;+0.1]</sub>'
     """
 
     def small(match: re.Match[str]) -> str:
-        if match[1][0] in "-−":  # where a dash would be ambiguous
+        if match[1][0] in "-−+":  # where a dash would be ambiguous
             return f"&nbsp;<sub>[{match[1]},&nbsp;{match[2]}]</sub>"
         return f"&nbsp;<sub>{match[1]}\N{NON-BREAKING HYPHEN}{match[2]}</sub>"
 

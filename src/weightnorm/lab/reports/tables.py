@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from weightnorm.lab.reports.aggregate import (
     Stat,
@@ -11,6 +11,7 @@ from weightnorm.lab.reports.aggregate import (
     epoch_seconds,
     epochs_to_reach,
     final,
+    series,
     stat,
 )
 from weightnorm.lab.reports.curves import progress
@@ -18,6 +19,15 @@ from weightnorm.lab.reports.document import Table
 from weightnorm.lab.reports.provenance import MACHINE, differing_fields
 from weightnorm.lab.reports.run_grid import RunGrid, finished, rate
 from weightnorm.lab.runs.records import RunRecord
+from weightnorm.lab.statistics import Interval, mean_interval, paired_differences
+
+PARTS: dict[str, Callable[[int], slice]] = {
+    "first quarter": lambda n: slice(max(n // 4, 1)),
+    "all epochs": lambda n: slice(n),
+    "last quarter": lambda n: slice(n - max(n // 4, 1), n),
+    "last epoch": lambda n: slice(n - 1, n),
+}
+"""Parts of training, as epochs of all n."""
 
 
 def unfinished(runs: RunGrid) -> list[Table]:
@@ -69,6 +79,58 @@ def epochs_table(
         "reaches; mean ± standard deviation over n runs.",
     )
     return [Table(f"Epochs to the same {what}", head, rows, notes)]
+
+
+def difference_table(
+    runs: RunGrid, metric: str, what: str, scale: float = 1, digits: int = 2
+) -> list[Table]:
+    """Tabulate how each parameterization differs from standard over parts of training.
+
+    Seeds share the order of the data, so runs are paired by seed.
+    """
+    means = {
+        kind: [
+            {
+                seed: scale * _mean_of(record, metric, part)
+                for record in records
+                if isinstance(seed := record.config.get("seed"), int)
+            }
+            for part in PARTS.values()
+        ]
+        for kind, records in runs.best_finished.items()
+    }
+    standard = means.pop("standard", [])
+    rows = []
+    for kind, parts in means.items():
+        changes = [paired_differences(*pair) for pair in zip(parts, standard, strict=False)]
+        if any(changes):
+            texts = (signed(mean_interval(change), digits) for change in changes)
+            rows.append((runs.name(kind), *texts, str(len(changes[0]))))
+    head = ("parameterization", *PARTS, "n")
+    note = (
+        f"Mean {what} of these epochs minus that of the standard parameterization with the same "
+        "seed: mean over n seeds [95 % interval]."
+    )
+    return [Table("Difference to standard", head, tuple(rows), (note,))] if rows else []
+
+
+def _mean_of(record: RunRecord, metric: str, part: Callable[[int], slice]) -> float:
+    """Return the mean of a metric over a part of training, nan if the run diverged."""
+    values = [*series(record, metric).values()]
+    return stat(values[part(len(values))]).mean if record.diverged is None else math.nan
+
+
+def signed(change: Interval, digits: int = 3) -> str:
+    """Format a difference with its sign, and its interval if it has one; a dash if a run diverged.
+
+    >>> signed(Interval(-0.0123, -0.02, -0.004)), signed(Interval(0.5, 0.5, 0.5), digits=1)
+    ('−0.012 [−0.020, −0.004]', '+0.5')
+    """
+    if math.isnan(change.value):
+        return "—"
+    value, low, high = (f"{x:+.{digits}f}" for x in (change.value, change.low, change.high))
+    low_to_high = f" [{low}, {high}]" if change.low < change.high else ""
+    return f"{value}{low_to_high}".replace("-", "−")
 
 
 def final_values(runs: RunGrid, metric: str, scale: float = 1, digits: int = 2) -> str:

@@ -12,6 +12,7 @@ from weightnorm.lab.reports.pictures import image_grid, load_arrays
 from weightnorm.lab.reports.provenance import config_values, deviations, settings
 from weightnorm.lab.reports.run_grid import RunGrid, finished, grouped, run_grids
 from weightnorm.lab.reports.tables import (
+    difference_table,
     epochs_sentence,
     epochs_table,
     final_values,
@@ -70,6 +71,7 @@ def part(data: str, runs: RunGrid) -> Section:
         curves("train_negative_elbo", "Bound in training", "bound on log p(x), nats", -1),
         bounds(data, runs),
         *epochs_table(runs, "test_negative_elbo", "test bound", -1),
+        *difference_table(runs, "test_negative_elbo", "test bound", -1, digits=1),
         divergences(runs),
         *learning_rates(name, runs),
         *pictures(name, runs),

@@ -1,9 +1,12 @@
 """Run the real command line in real processes."""
 
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -13,6 +16,8 @@ from weightnorm.lab.runs.records import load_record
 BASE = [sys.executable, "-W", "error::UserWarning:weightnorm", "-m", "weightnorm"]
 OFFLINE = "http://127.0.0.1:9"
 """A proxy that refuses every connection, so that tests never download."""
+HANGS = 1200.0
+"""Seconds after which a process counts as hanging; a slow and busy machine takes far less."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -33,7 +38,7 @@ def weightnorm(*words: object, prefix: tuple[str, ...] = (), **env: str):
         capture_output=True,
         text=True,
         env=environment(**env),
-        timeout=300,
+        timeout=HANGS,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
@@ -50,7 +55,7 @@ def started(*words: object, **env: str) -> subprocess.Popen:
     )
 
 
-def wait_for(condition, seconds: float = 120):
+def wait_for(condition, seconds: float = HANGS):
     """Wait until a condition holds; returns its value."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -71,6 +76,15 @@ def kill_at_second_checkpoint(runs: Path, *words: object) -> None:
     assert process.returncode == -9
 
 
+def free_port() -> int:
+    """Return a free port. The system gives it to no other process, as it does above 32767."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+
+
 def run_folder(runs: Path) -> Path:
     """Return the folder of the only run below `runs`."""
     (config,) = runs.rglob("config.json")
@@ -85,7 +99,7 @@ def spread(ranks: int, *words: object) -> None:
         capture_output=True,
         text=True,
         env=environment(GLOO_SOCKET_IFNAME="lo"),
-        timeout=240,
+        timeout=HANGS,
         check=False,
     )
     assert done.returncode == 0, done.stderr

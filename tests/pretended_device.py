@@ -61,7 +61,7 @@ def failures(module: str | Path) -> dict[str, str]:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def on_ranks(world: int, fn, *args, seconds: float = 300, lost=()):
+def on_ranks(world: int, fn, *args, seconds: float = 1200, lost=()):
     """Return [fn(rank, *args) for each rank], each run in its own process with a gloo group.
 
     Ranks in `lost` are expected to die or hang; their result is None.

@@ -1,5 +1,6 @@
 """Batched computation of weights: same weights, same gradients, per thread."""
 
+import contextlib
 import copy
 
 import pytest
@@ -422,3 +423,43 @@ def test_activation_checkpointing_with_the_backward_pass_inside():
     expected(x).sum().backward()
     for got, want in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad)
+
+
+def test_the_smallest_weights_are_batched_wherever_they_are(monkeypatch):
+    net = nn.Sequential(nn.Linear(4, 400), *[nn.Linear(4, 4) for _ in range(3)])
+    weight_norm_model(net)
+    monkeypatch.setattr(batching, "MAX_BYTES", 3 * 16 * 4)
+    with kernels.assume_accelerator():
+        (batch,) = batching._batches_of(net)
+    assert [weight.path for weight in batch.weights] == ["1.weight", "2.weight", "3.weight"]
+
+
+@pytest.mark.parametrize(("size", "count"), [(MAX_ELEMENTS // 2, 1), (MAX_ELEMENTS // 2 + 1, 0)])
+def test_the_largest_weight_that_is_batched_on_a_cpu(size, count):
+    net = nn.Sequential(*(weight_norm(nn.Linear(2, size)) for _ in range(2)))
+    assert len(batched_weights(net)._batches) == count
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_layers_of_another_eps_or_g_of_another_type_are_computed_as_alone(on_device):
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
+    for layer in net[:4]:
+        weight_norm(layer)
+    for layer in net[4:]:
+        weight_norm(layer, eps=100.0)  # all of its rows are zero rows
+    for layer in net[2:4]:
+        layer.parametrizations.weight.original0.data = parts(layer).g.detach().double()
+    expected = [layer.weight.detach().clone() for layer in net]
+    with kernels.assume_accelerator() if on_device else contextlib.nullcontext():
+        weights = batched_weights(net)
+        assert len(weights._batches) == 3
+        with weights:
+            torch.testing.assert_close([layer.weight.detach() for layer in net], expected)
+    assert (expected[5] == 0).all()
+
+
+def test_a_frozen_weight_needs_no_gradient_in_a_block():
+    net = nn.Sequential(*(weight_norm(nn.Linear(3, 3)) for _ in range(4)))
+    net[:2].requires_grad_(False)
+    with batched_weights(net):
+        assert [layer.weight.requires_grad for layer in net] == [False, False, True, True]

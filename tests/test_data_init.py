@@ -752,3 +752,34 @@ def test_replaced_buffers_are_restored():
     assert layer.average is buffer
     assert layer.later is None
     torch.testing.assert_close(buffer, torch.zeros(2))
+
+
+def test_a_unit_that_varies_little_around_a_large_mean_is_alive():
+    """σ is 1e-5 of |μ|: far above what rounding leaves of a constant."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(3, 2).double(), torch.full((200, 3), 1000.0, dtype=torch.float64)
+    x[:, 0] += 0.01 * torch.randn(200, dtype=torch.float64)
+    nn.init.ones_(layer.weight)
+    report = data_dependent_init(layer, x)
+    assert report.dead == {}
+    assert is_normal(layer(x), atol=1e-5)
+
+
+def test_infinite_target_std_is_refused():
+    with pytest.raises(ValueError, match="must be a positive number; got inf"):
+        data_dependent_init(nn.Linear(4, 4), torch.randn(20, 4), target_std=float("inf"))
+
+
+def test_deviations_are_judged_relative_to_a_small_target():
+    torch.manual_seed(0)
+    layer, x = SquashedLinear(6, 5), 3 * torch.randn(400, 6)
+    nn.init.normal_(layer.weight)
+    data_dependent_init(layer, x, target_std=1e-3)
+    torch.testing.assert_close(moments(layer(x))[1], torch.full((5,), 1e-3), rtol=0.06, atol=0)
+
+
+def test_a_layer_whose_name_looks_like_a_pattern():
+    model = nn.Sequential()
+    model.add_module("a[0]", nn.Linear(3, 3))
+    (row,) = data_dependent_init(model, torch.randn(20, 3), target_std={"a[0]": 0.1})
+    assert row.target_std == 0.1

@@ -496,3 +496,23 @@ def test_removed_in_inference_mode_the_weight_can_be_trained():
         remove_weight_norm(layer)
     layer(torch.ones(1, 3, requires_grad=True)).sum().backward()
     assert layer.weight.grad is not None
+
+
+@every_flavour
+@pytest.mark.parametrize("frozen", ["v", "g", "both"])
+def test_a_weight_of_which_a_part_is_trained_can_be_trained_when_plain(flavour, frozen):
+    layer = flavour(nn.Linear(3, 2))
+    for part in parts(layer) if frozen == "both" else [getattr(parts(layer), frozen)]:
+        part.requires_grad_(False)
+    remove_weight_norm(layer)
+    assert layer.weight.requires_grad == (frozen != "both")
+
+
+def test_folding_torchs_hook_restores_its_attribute_and_the_order_of_hooks():
+    layer = hooked(nn.Linear(3, 2))
+    layer.register_forward_pre_hook(lambda module, inputs: None)
+    before, hooks = layer.weight.detach().clone(), list(layer._forward_pre_hooks)
+    with folded(layer):
+        assert len(layer._forward_pre_hooks) == 1
+    assert torch.equal(layer.weight, before)
+    assert list(layer._forward_pre_hooks) == hooks

@@ -264,3 +264,29 @@ def test_decompose_keeps_the_memory_format():
         v, g = decompose(w)
         assert v.stride() == w.stride()
         assert torch.equal(compose(v=v, g=g)[0], w[0])
+
+
+def test_eps_0_leaves_only_zero_rows_without_a_direction():
+    w = torch.tensor([[0.0, 0.0], [3e-20, 4e-20]], dtype=torch.float64)
+    v, g = decompose(w, eps=0.0)
+    torch.testing.assert_close(v[0], torch.full((2,), 0.5**0.5, dtype=torch.float64))
+    assert torch.equal(v[1], w[1])
+    assert g.flatten().tolist() == pytest.approx([0.0, 5e-20])
+    torch.testing.assert_close(compose(v=v, g=g, eps=0.0), w, rtol=1e-12, atol=0)
+
+
+def test_low_rank_norm_under_function_transforms_at_a_zero_row_of_w():
+    W, A, B = low_rank(1, 3, 1)
+    got = torch.func.hessian(lambda W: row_norm_low_rank(W, A, B).sum())(torch.zeros_like(W))
+    naive = torch.func.hessian(lambda W: (W + B @ A).norm())(torch.zeros_like(W))
+    torch.testing.assert_close(got, naive)
+
+
+@pytest.mark.parametrize("wide", range(3))
+def test_low_rank_norm_is_computed_in_the_widest_type(wide):
+    exact = low_rank()
+    mixed = [x if i == wide else x.float() for i, x in enumerate(exact)]
+    got = row_norm_low_rank(*mixed)
+    assert got.dtype is torch.float64
+    W, A, B = (x.double() for x in mixed)
+    torch.testing.assert_close(got, norm(W + B @ A), rtol=1e-12, atol=0)

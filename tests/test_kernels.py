@@ -251,3 +251,88 @@ def test_third_derivatives_are_zero_in_a_zero_row(form):
         assert all((grad[1] == 0).all() for grad in grads)
         assert all(grad.isfinite().all() for grad in grads)
         total = sum(grad.tanh().sum() for grad in grads)
+
+
+@every_form
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_up_to_eps_are_zero_rows(form, dim, grad):
+    eps = 0.5
+    v, g = leaves((3, 4), dim)
+    v.data.select(dim, 0).zero_()[0] = eps
+    v.data.select(dim, 1).zero_()[0] = 1.001 * eps
+    v.data.select(dim, 2).fill_(eps)
+    with torch.set_grad_enabled(grad):
+        w = form(v, g, dim, 1, eps)
+    norms = w.detach().norm(dim=1 - dim)
+    assert norms[0] == 0
+    torch.testing.assert_close(norms[1:], g.detach().flatten()[1:].abs())
+    if grad:
+        grad_v, grad_g = torch.autograd.grad(w, (v, g), torch.ones_like(w))
+        assert (grad_v.select(dim, 0) == 0).all()
+        assert grad_g.flatten()[0] == 0
+        assert grad_g.flatten()[1] != 0
+
+
+@every_form
+def test_short_rows_have_second_derivatives(form):
+    def second(form):
+        total = form(v, g, 0).square().mul(factors).sum()
+        (grad,) = torch.autograd.grad(total, v, create_graph=True)
+        return torch.autograd.grad(grad, (v, g), grad_v)
+
+    v, g = leaves((3, 4), 0)
+    v.data *= 1e-4
+    factors, grad_v = torch.rand(2, 3, 4, dtype=torch.float64)
+    torch.testing.assert_close(second(form), second(formula), rtol=1e-9, atol=0)
+
+
+@every_form
+def test_an_expanded_gradient(form):
+    v, g = leaves((3, 4), 0)
+    got = torch.autograd.grad(form(v, g, 0).sum(), (v, g))
+    torch.testing.assert_close(got, torch.autograd.grad(formula(v, g, 0).sum(), (v, g)))
+
+
+@pytest.mark.parametrize("form", [compose, on_accelerator], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("types", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
+def test_g_of_another_type(form, dim, types):
+    v, g = leaves((3, 70), dim)
+    v, g = (x.detach().to(dtype).requires_grad_() for x, dtype in zip((v, g), types, strict=True))
+    expected = formula(v.double(), g.double(), dim)
+    got = form(v, g, dim)
+    assert got.dtype == types[0]
+    tolerance = {"rtol": 2 * torch.finfo(types[0]).eps, "atol": 0}
+    torch.testing.assert_close(got.double(), expected, **tolerance)
+    grad_v, grad_g = torch.autograd.grad(got.double().sum(), (v, g))
+    assert (grad_v.dtype, grad_g.dtype) == types
+
+
+def test_gradients_of_another_type_than_the_weight():
+    v, g = (x.detach().float() for x in leaves((3, 4), 0))
+    grad_w = torch.randn(3, 4, dtype=torch.float64)
+    with torch.no_grad():
+        got = kernels.gradients(grad_w, v, g, 0)
+        expected = kernels.gradients(grad_w, v.double(), g.double(), 0)
+    assert [x.dtype for x in got] == [torch.float32] * 2
+    torch.testing.assert_close(got, tuple(x.float() for x in expected))
+
+
+@every_form
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_weights_without_elements(form, shape):
+    v, g = leaves(shape, 0)
+    w = form(v, g, 0)
+    assert w.shape == shape
+    grads = torch.autograd.grad(w.sum(), (v, g))
+    assert [x.shape for x in grads] == [v.shape, g.shape]
+
+
+def test_assuming_an_accelerator_may_be_nested():
+    v = torch.zeros(1)
+    with kernels.assume_accelerator():
+        with kernels.assume_accelerator():
+            assert kernels.on_accelerator(v)
+        assert kernels.on_accelerator(v)
+    assert not kernels.on_accelerator(v)

@@ -499,3 +499,42 @@ def test_folded_bias_has_the_type_of_the_layer():
     centered(torch.randn(4, 3))
     centered.layer.bfloat16()
     assert centered.fold()(torch.ones(1, 3, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_recomputed_activations_do_not_count_twice():
+    layer, x = mean_only_batch_norm(nn.Linear(3, 2)), torch.randn(8, 3)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert layer.norm.num_batches_tracked == 1
+    twin = mean_only_batch_norm(layer.layer)
+    twin(x)
+    torch.testing.assert_close(layer.norm.running_mean, twin.norm.running_mean)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_it_starts_in_the_mode_of_the_layer(training):
+    layer = mean_only_batch_norm(nn.Linear(3, 2).train(training))
+    assert [module.training for module in layer.modules()][1:] == [training] * 2
+
+
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+def test_backward_hooks_of_the_layer_run(register):
+    layer, calls = nn.Linear(3, 2), []
+    getattr(layer, register)(lambda *args: calls.append(len(args)))
+    mean_only_batch_norm(layer)(torch.randn(5, 3, requires_grad=True)).square().sum().backward()
+    assert len(calls) == 1
+
+
+def test_a_replaced_convolution_is_used():
+    layer, x = nn.Conv1d(3, 4, 1), torch.randn(5, 3, 6)
+    own = layer._conv_forward
+    layer._conv_forward = lambda x, weight, bias: own(x, 2 * weight, bias)
+    t = layer(x)
+    expected = t - t.mean((0, 2), keepdim=True) + layer.bias[:, None]
+    torch.testing.assert_close(mean_only_batch_norm(layer)(x), expected)
+
+
+def test_running_means_on_another_device():
+    model = mean_only_batch_norm(nn.Linear(3, 2, device="meta"))
+    update_running_means([torch.randn(4, 3)], model, device="meta")

@@ -1102,3 +1102,99 @@ def test_one_gradient_tensor_for_two_weights(dim):
         optimizer.step()
     for layer, expected in zip(model, other, strict=True):
         assert torch.equal(layer.weight, expected.weight)
+
+
+STACKED = {
+    "LSTM": (lambda: nn.LSTM(5, 8), {"weight_ih_l0": 4, "weight_hh_l0": 4}),
+    "LSTMCell": (lambda: nn.LSTMCell(5, 8), {"weight_ih": 4, "weight_hh": 4}),
+    "GRU": (lambda: nn.GRU(5, 8), {"weight_ih_l0": 3, "weight_hh_l0": 3}),
+    "GRUCell": (lambda: nn.GRUCell(5, 8), {"weight_ih": 3, "weight_hh": 3}),
+    "RNNCell": (lambda: nn.RNNCell(5, 8), {"weight_ih": 1, "weight_hh": 1}),
+    "attention": (
+        lambda: nn.MultiheadAttention(8, 2),
+        {"in_proj_weight": 3, "out_proj.weight": 1},
+    ),
+    "attention of several sizes": (
+        lambda: nn.MultiheadAttention(8, 2, kdim=5, vdim=6),
+        {"q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1, "out_proj.weight": 1},
+    ),
+}
+
+
+class NamedMuon(torch.optim.Muon):
+    """A subclass is recognized as well."""
+
+
+@pytest.mark.parametrize("inner", [torch.optim.Muon, NamedMuon, partial(torch.optim.Muon, lr=0.1)])
+@pytest.mark.parametrize(("make", "blocks"), STACKED.values(), ids=STACKED)
+def test_stacked_matrices_of_every_layer(make, blocks, inner):
+    lengths = partial(torch.optim.Adam, lr=0.01)
+    optimizer = WeightNormOptimizer(make(), inner, lengths=lengths)
+    assert {w.name: len(w.directions) for w in optimizer._weights} == blocks
+    assert all(matrix.ndim == 2 for w in optimizer._weights for matrix in w.directions)
+    assert all(len({m.shape for m in w.directions}) == 1 for w in optimizer._weights)
+
+
+@pytest.mark.parametrize("retract", [True, 3.0, "rms"])
+def test_retraction_with_a_closure(retract):
+    model = nn.Conv1d(3, 4, 3)  # fan-in 9
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1, retract=retract)
+    before = optimizer.parts()["weight"].v.flatten(1).norm(dim=1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randn(2, 3, 5)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    norm = before if retract is True else torch.full((4,), 3.0)
+    torch.testing.assert_close(optimizer.parts()["weight"].v.flatten(1).norm(dim=1), norm)
+
+
+class Moving(torch.optim.SGD):
+    """Has modes, as schedule-free optimizers: evaluation doubles every parameter."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(2)
+
+
+@pytest.mark.parametrize(("retract", "growth"), [(True, 1), (False, 2)])
+def test_a_change_of_mode_is_retracted_as_a_step_is(retract, growth):
+    model = nn.Linear(3, 2)
+    optimizer = WeightNormOptimizer(model, Moving, lr=0.1, retract=retract)
+    v, g = optimizer.parts()["weight"]
+    optimizer.eval()
+    after = optimizer.parts()["weight"]
+    torch.testing.assert_close(after.g, 2 * g)
+    torch.testing.assert_close(after.v, growth * v)
+
+
+def test_a_hook_may_change_the_state_that_is_loaded():
+    (model, optimizer), _ = both(torch.optim.Adam, lr=0.01)
+    loss_of(model, 0).backward()
+    optimizer.step()
+
+    def with_another_rate(optimizer, state):
+        return {**state, "param_groups": [{**g, "lr": 0.5} for g in state["param_groups"]]}
+
+    optimizer.register_load_state_dict_pre_hook(with_another_rate)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+
+
+def test_a_frozen_weight_of_another_optimizer_may_be_trained():
+    model = network()
+    model[0].requires_grad_(False)
+    mine = [*model[2].parameters(), *model[5].parameters()]
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, mine, lr=0.1)
+    model[0].requires_grad_(True)
+    loss_of(model, 0).backward()
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)

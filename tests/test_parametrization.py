@@ -421,3 +421,32 @@ def test_masked_rows_have_second_derivatives_under_function_transforms():
     assert (second[0] == 0).all()
     assert second.isfinite().all()
     assert (second[1, :2] != 0).any()
+
+
+def test_a_recurrent_layer_that_runs_another_in_its_forward():
+    class Outer(nn.LSTM):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.inner = nn.GRU(3, 3)
+
+        def forward(self, x):
+            return super().forward(self.inner(x)[0])
+
+    layer, x = Outer(), torch.randn(4, 2, 3)
+    expected = layer(x)[0]
+    weight_norm_model(layer)
+    torch.testing.assert_close(layer(x)[0], expected)
+
+
+def test_a_module_that_reset_parameters_replaces_is_kept():
+    class Replacing(nn.Linear):
+        def reset_parameters(self):
+            super().reset_parameters()
+            self.child = nn.Identity()
+
+    layer = weight_norm(Replacing(2, 3))
+    before = layer.child
+    layer.reset_parameters()
+    assert isinstance(layer.child, nn.Identity)
+    assert layer.child is not before
+    assert is_weight_normed(layer)

@@ -779,3 +779,44 @@ def test_a_recurrent_layer_with_another_forward_is_refused():
     with pytest.raises(ValueError, match="the forward of this layer was replaced"):
         weight_norm_model(nn.Sequential(layer))
     assert not is_weight_normed(layer)
+
+
+def test_infinite_eps_is_refused():
+    with pytest.raises(ValueError, match="eps=inf must be a number"):
+        weight_norm(nn.Linear(2, 3), eps=float("inf"))
+
+
+def test_parameters_keep_their_order_when_a_later_layer_is_refused():
+    model = nn.Sequential(nn.LSTM(2, 3), nn.Linear(3, 4), nn.ConvTranspose1d(4, 3, 1))
+    model[1].weight = model[2].weight = nn.Parameter(torch.randn(4, 3, 1))
+    order, before = [name for name, _ in model.named_parameters()], snapshot(model)
+    with pytest.raises(ValueError, match="along different axes"):
+        weight_norm_model(model)
+    assert [name for name, _ in model.named_parameters()] == order
+    assert str(model) == before[1]
+    assert all(torch.equal(x, before[0][name]) for name, x in model.state_dict().items())
+
+
+def test_a_failure_while_g_is_set_leaves_a_plain_layer(monkeypatch):
+    stored, calls = WeightNorm.stored, []
+
+    def fails_for_the_given_g(self, g):
+        calls.append(g)
+        if len(calls) > 1:
+            raise MemoryError
+        return stored(self, g)
+
+    monkeypatch.setattr(WeightNorm, "stored", fails_for_the_given_g)
+    layer = nn.Linear(2, 3)
+    before = snapshot(layer)
+    with pytest.raises(MemoryError):
+        weight_norm(layer, g=2.0)
+    assert type(layer) is nn.Linear
+    assert str(layer) == before[1]
+    assert all(torch.equal(x, before[0][name]) for name, x in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
+def test_gains_of_a_norm_over_several_axes_are_no_matrix(make):
+    model = nn.Sequential(nn.Linear(3, 3), make((2, 3)))
+    assert weight_norm_model(model, where=lambda name, module: True, dim=0) == ["0.weight"]

@@ -9,6 +9,7 @@ from torch import nn
 
 from weightnorm import (
     MeanOnlyBatchNorm1d,
+    MeanOnlyBatchNorm2d,
     convert_state_dict,
     folded,
     mean_only_batch_norm,
@@ -321,3 +322,66 @@ class Attention(nn.Module):
 
     def forward(self, x):
         return self.attention(x, x, x)[0]
+
+
+BETWEEN = {
+    "identity": nn.Identity(),
+    "dropout": nn.Dropout(),
+    "batch norm": nn.BatchNorm2d(4),
+    "mean-only batch norm": MeanOnlyBatchNorm2d(4),
+    "max pooling": nn.MaxPool2d(2),
+    "flatten": nn.Flatten(),
+    "unflatten": nn.Unflatten(1, (2, 2)),
+    "torch.flatten": torch.flatten,
+    "F.dropout": F.dropout,
+    "F.max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "method flatten": lambda x: x.flatten(1),
+    "method view": lambda x: x.view(-1),
+    "method reshape": lambda x: x.reshape(-1),
+}
+
+
+class Between(nn.Module):
+    """A convolution, something, and an activation."""
+
+    def __init__(self, between, activation):
+        super().__init__()
+        self.conv, self.between, self.activation = nn.Conv2d(4, 4, 1), between, activation
+
+    def forward(self, x):
+        return self.activation(self.between(self.conv(x)))
+
+
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_relu_is_found_behind_layers_that_are_no_activation(between):
+    assert robust_init(Between(between, nn.ReLU())) == {"conv": pytest.approx(math.sqrt(2))}
+    assert robust_init(Between(between, nn.Tanh())) == {"conv": 1.0}
+
+
+ACTIVATIONS = {
+    "F.relu_": (F.relu_, 2),
+    "torch.relu_": (torch.relu_, 2),
+    "method relu_": (lambda x: x.relu_(), 2),
+    "LeakyReLU": (nn.LeakyReLU(0.5), 1.6),
+    "F.leaky_relu": (F.leaky_relu, 2 / (1 + 0.01**2)),
+    "F.leaky_relu_ by name": (lambda x: F.leaky_relu_(x, negative_slope=0.5), 1.6),
+}
+
+
+@pytest.mark.parametrize(("activation", "gain"), ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_gain_of_an_activation(activation, gain):
+    found = robust_init(Between(nn.Identity(), activation))
+    assert found == {"conv": pytest.approx(math.sqrt(gain), rel=1e-9)}
+
+
+def test_infinite_gain_is_refused():
+    with pytest.raises(ValueError, match="gain must be a positive number; got inf"):
+        robust_init(nn.Linear(3, 3), gain=math.inf)
+
+
+def test_head_before_its_embedding_is_left_as_it_is():
+    model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Embedding(5, 4))
+    model[1].weight = model[0].weight
+    before = model[0].weight.detach().clone()
+    assert robust_init(model, gain=1.0) == {}
+    assert torch.equal(model[0].weight, before)

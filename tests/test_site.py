@@ -129,7 +129,7 @@ Promise.all({json.dumps(frames)}.map(x => open(...x))).then(async all => {{
     command += ["--disable-component-update", "--allow-file-access-from-files"]
     command += ["--virtual-time-budget=20000", f"--user-data-dir={tmp_path}", "--dump-dom"]
     command += [(site / "frames.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
     title = re.search("<title>(.*?)</title>", done.stdout)[1]
     result = json.loads(title.replace("&amp;", "&"))
     assert len(result["widths"]) == len(frames)

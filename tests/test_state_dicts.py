@@ -798,3 +798,21 @@ def test_keys_that_modules_migrate_are_accepted():
     with pytest.raises(StateDictError, match=r"missing: 1\.weight, .*2\.bias"):
         load_state_dict(model, {k: v for k, v in old.items() if k not in ("1.weight", "2.shift")})
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_one_number_loads_into_a_scalar():
+    """torch's own load_state_dict accepts it, as from checkpoints of old versions."""
+    source, target = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    state = source.state_dict() | {"num_batches_tracked": torch.tensor([5])}
+    load_state_dict(target, state)
+    assert target.num_batches_tracked == 5
+    state["num_batches_tracked"] = torch.tensor([5, 6])
+    with pytest.raises(StateDictError, match=r"num_batches_tracked has shape \(2,\) in the check"):
+        load_state_dict(target, state)
+
+
+@pytest.mark.parametrize("dim", ["first", 1.0, (0,)])
+def test_a_dim_that_is_no_axis_is_refused(dim):
+    state = weight_norm(nn.Linear(2, 3)).state_dict()
+    with pytest.raises(StateDictError, match=r"dim=.*; expected an axis, None or 'infer'"):
+        convert_state_dict(state, "folded", dim=dim)

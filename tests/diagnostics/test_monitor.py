@@ -153,3 +153,40 @@ def test_angles_of_a_bfloat16_weight_are_those_of_its_float32_copy():
         optimizer.step()
     moved = (unit_vectors(optimizer.parts()["weight"].v) - before).norm(dim=1).mean().item()
     assert logged["weight/angle_change"] == pytest.approx(moved, rel=0.01)
+
+
+def test_a_zero_row_is_dead_and_takes_no_step():
+    layer, rows = nn.Linear(3, 2), {}
+    weight_norm_model(layer)
+    v, g = normalized_weights(layer)["weight"]
+    with torch.no_grad():
+        v[0] = 0
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    TrainingMonitor(layer, optimizer, lambda tag, value, _: rows.update({tag: value})).measure()
+    assert rows["weight/dead_units"] == 1
+    assert rows["weight/effective_step"] == pytest.approx((g[1].abs() / v[1].norm()).item() / 2)
+    assert rows["weight/angle_change"] == 0
+
+
+def test_a_weight_that_is_normalized_later_is_logged_from_then_on():
+    model, rows = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), {}
+    weight_norm_model(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = TrainingMonitor(model, optimizer, lambda tag, value, _: rows.update({tag: value}))
+    weight_norm_model(model[1])
+    monitor.measure()
+    assert rows["1.weight/angle_change"] == 0
+
+
+def test_a_resumed_monitor_measures_angles_since_the_checkpoint():
+    model, optimizer, monitor = trained(2, lambda m, o: TrainingMonitor(m, o, lambda *r: None))
+    monitor.measure()
+    before, state, rows = weight_rows(model), monitor.state_dict(), {}
+    with torch.no_grad():
+        for v, _ in normalized_weights(model).values():
+            v.add_(torch.randn_like(v))
+    again = TrainingMonitor(model, optimizer, lambda tag, value, _: rows.update({tag: value}))
+    again.load_state_dict(state)
+    again.measure()
+    for name, angle in direction_angle(model, before).items():
+        assert rows[f"{name}/angle_change"] == pytest.approx(angle.mean().item(), rel=1e-4)

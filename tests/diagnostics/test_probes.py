@@ -21,6 +21,7 @@ from weightnorm.diagnostics import (
     v_norms,
     weight_rows,
 )
+from weightnorm.diagnostics.probes import angles
 from zoo import every_layer
 
 
@@ -205,3 +206,27 @@ def test_batch_statistics_are_exact_for_large_means(shift, dtype, tolerance):
     expected = batches.var((1, 3), correction=0)
     torch.testing.assert_close(variance.double(), expected, rtol=tolerance, atol=0)
     torch.testing.assert_close(inverse_std.double(), expected.rsqrt(), rtol=tolerance, atol=0)
+
+
+def test_opposite_vectors_whose_distance_is_rounded_up():
+    beyond = torch.tensor([2.0]).nextafter(torch.tensor([3.0]))
+    assert angles(beyond).item() == pytest.approx(math.pi)
+    assert angles(torch.tensor([math.nan])).item() == 0
+
+
+def test_example_gradients_with_dropout():
+    model = nn.Sequential(nn.Linear(20, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    x = torch.ones(8, 20)
+    (found,) = example_gradients(
+        model, lambda a, b: a.sum(), x, torch.zeros(8), ["2.weight"]
+    ).values()
+    assert len(found.unique(dim=0)) > 1  # each example has its own dropout
+
+
+def test_batch_statistics_of_a_constant_channel_are_finite():
+    t = torch.randn(50, 2)
+    t[:, 1] = 7.3
+    found = batch_statistics(t, 8, 20, torch.Generator().manual_seed(0))
+    assert all(x.isfinite().all() for x in found)
+    assert (found.variance > 0).all()
+    torch.testing.assert_close(found.mean[:, 1], torch.full((20,), 7.3))

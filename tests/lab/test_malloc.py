@@ -26,5 +26,6 @@ def faults_of_a_step(keep: bool) -> int:
 
 @pytest.mark.skipif(not keep_freed_memory(), reason="the C library is not glibc")
 def test_freed_memory_is_reused():
-    assert faults_of_a_step(keep=False) > 100
-    assert faults_of_a_step(keep=True) < 100
+    # 128 MiB are 64 huge pages, which some systems use by themselves, or 32768 others.
+    assert faults_of_a_step(keep=False) >= 64
+    assert faults_of_a_step(keep=True) < 64

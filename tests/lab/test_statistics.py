@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from weightnorm.lab.statistics import Interval, bootstrap, mean_interval
+from weightnorm.lab.statistics import (
+    Interval,
+    bootstrap,
+    mean_interval,
+    variance_ratio_interval,
+)
 
 
 def test_the_interval_covers_the_mean_and_widens_with_the_spread():
@@ -56,3 +61,46 @@ def test_infinite_values_are_bounds():
     interval = bootstrap(lambda x: np.where(x.mean(-1) > 1.2, np.inf, x.mean(-1)), [1.0, 1.0, 2.0])
     assert interval.low == 1.0
     assert interval.high == math.inf
+
+
+def test_resampling_is_reproducible():
+    values = np.random.default_rng(1).normal(size=20)
+    first, second = (bootstrap(lambda x: x.mean(-1), values) for _ in range(2))
+    assert first == second
+
+
+def test_minus_infinity_is_a_lower_bound():
+    interval = bootstrap(lambda x: np.where(x.mean(-1) < 1.2, -np.inf, x.mean(-1)), [1.0, 1.0, 2.0])
+    assert interval == Interval(pytest.approx(4 / 3), -math.inf, 2.0)
+
+
+def test_a_bound_interpolated_with_infinity_is_infinite():
+    """2.5 % of 2000 are 50: the upper bound lies between the 1950th value and the next."""
+
+    def statistic(x):
+        return np.where(np.arange(len(x)) < 1950, 0.0, np.inf) if x.ndim > 1 else 0.0
+
+    assert bootstrap(statistic, [1.0, 2.0]) == Interval(0.0, 0.0, math.inf)
+
+
+def test_the_ratio_of_variances_has_the_interval_of_an_f_test():
+    a, b = [1.0, 2.0, 4.0], [1.0, 3.0, 5.0, 11.0, 2.0, 8.0]
+    ratio, low, high = variance_ratio_interval(a, b)
+    assert ratio == pytest.approx(np.var(a, ddof=1) / np.var(b, ddof=1))
+    tails = scipy.stats.f(len(a) - 1, len(b) - 1).cdf([ratio / high, ratio / low])
+    assert tails == pytest.approx([0.025, 0.975])
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ([1.0], [1.0, 2.0]),
+        ([1.0, 2.0], [1.0]),
+        ([1.0, math.inf], [1.0, 2.0]),
+        ([1.0, 2.0], [1.0, math.inf]),
+    ],
+)
+def test_a_variance_that_is_not_finite_leaves_the_ratio_unbounded(a, b):
+    ratio, low, high = variance_ratio_interval(a, b)
+    assert math.isnan(ratio)
+    assert (low, high) == (-math.inf, math.inf)

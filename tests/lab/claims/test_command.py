@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import started, wait_for, weightnorm
+from commands import HANGS, started, wait_for, weightnorm
 from weightnorm.lab.claims.runner import CLAIMS, latest_rows
 from weightnorm.lab.runs.records import load_record, read_rows
 
@@ -73,13 +73,13 @@ def test_resume_after_kill_and_interrupt(tmp_path):
         process.communicate()
     assert len(children) == 2
     assert process.returncode == -signal.SIGKILL
-    wait_for(lambda: not any(map(alive, children)), 20)
+    wait_for(lambda: not any(map(alive, children)))
     before = len(read_rows(parts))
     assert set(latest_rows(parts.parent)) == {4}
     process = started(*command)
     wait_for(lambda: process.poll() is not None or len(read_rows(parts)) > before)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 130, err
     assert "everything is saved" in err
     assert "claim 4 " not in err

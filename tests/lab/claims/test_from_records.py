@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+from weightnorm import Parameterization
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.claims.from_records import (
     BOUND,
@@ -180,3 +181,52 @@ def test_copies_and_damaged_configs_do_not_count(tmp_path):
     (after,) = comparable_runs(tmp_path, draw)
     assert (before.n, after.n) == (4, 4)
     assert after.results(final_value(BOUND)) == before.results(final_value(BOUND))
+
+
+def test_runs_of_the_demo_are_not_compared(tmp_path):
+    write_run(tmp_path, classify, "standard", 1, {"train_error": 0.1})
+    path = next(tmp_path.rglob("config.json"))
+    path.write_text(path.read_text().replace('"preset": "cpu"', '"preset": "demo"'))
+    assert comparable_runs(tmp_path, classify) == []
+
+
+def test_the_papers_size_is_judged_even_with_fewer_runs(tmp_path):
+    paper = scientific_fields(classify.PRESETS["paper"])
+    paper = {k: v for k, v in paper.items() if k not in ("parameterization", "seed")}
+    context = Context(runs=tmp_path)
+    for i, how in enumerate(Parameterization):
+        assert cifar10_ordering(context).verdict == "not measured"  # until all five are there
+        for seed in (1, 2, 3):
+            write_run(tmp_path, classify, how, seed, {"train_error": i, "test_error": i})
+        for seed in (1, 2):
+            write_run(tmp_path, classify, how, seed, {"train_error": i, "test_error": i}, **paper)
+    assert cifar10_ordering(context).n == 10
+
+
+def test_every_game_is_at_the_papers_size(tmp_path):
+    paper = scientific_fields(dqn.PRESETS["paper"])
+    paper = {k: v for k, v in paper.items() if k not in ("parameterization", "seed")}
+    write_run(tmp_path, dqn, "standard", 1, {"best_score": 1.0}, **{**paper, "game": "breakout"})
+    (runs,) = comparable_runs(tmp_path, dqn)
+    assert runs.at_scale
+
+
+def test_the_learning_rate_with_the_highest_score_is_compared(tmp_path):
+    for rate, score in ((0.001, 5.0), (0.003, 9.0), (0.01, 7.0)):
+        write_run(tmp_path, dqn, "standard", 1, {"best_score": score}, learning_rate=rate)
+    (runs,) = comparable_runs(tmp_path, dqn)
+    assert runs.results(final_value("best_score")) == {"standard": {1: 9.0}}
+
+
+def test_the_smallest_learning_rate_is_compared_if_all_diverged(tmp_path):
+    for rate in (0.003, 0.001, 0.01):
+        write_run(tmp_path, classify, "standard", 1, {"train_error": None}, learning_rate=rate)
+    (runs,) = comparable_runs(tmp_path, classify)
+    assert [run.config["learning_rate"] for run in runs.by_parameterization["standard"]] == [0.001]
+
+
+def test_seeds_that_standard_lacks_are_not_counted(tmp_path):
+    write_bounds(tmp_path, draw, "standard", [100.0])
+    write_bounds(tmp_path, draw, "weight-norm", [98.0, 97.0])
+    found = other_experiments(Context(runs=tmp_path))
+    assert "weight-norm with 1 of 1 seeds" in found.value

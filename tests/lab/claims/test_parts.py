@@ -65,3 +65,15 @@ def test_rows_without_a_claim_are_skipped_and_the_folder_is_locked(tmp_path):
     assert latest_rows(folder) == {1: row}
     with lock_folder(folder), pytest.raises(RunError, match="another process is running in"):
         measure(context, only=[1])
+
+
+def test_functions_with_equal_arguments_have_their_own_results():
+    parts = PartRunner()
+
+    def double(context, x):
+        return 2 * x
+
+    def triple(context, x):
+        return 3 * x
+
+    assert [parts.map(CONTEXT, function, [(5,)]) for function in (double, triple)] == [[10], [15]]

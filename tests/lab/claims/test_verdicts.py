@@ -24,8 +24,10 @@ from weightnorm.lab.claims.claim import (
     QUALITATIVELY,
     above,
     exactly,
+    undecided,
     weakest,
 )
+from weightnorm.lab.experiments import vae
 from weightnorm.lab.statistics import Interval, mean_interval
 
 
@@ -224,3 +226,30 @@ def test_alternatives_and_single_seeds():
     assert rule({"a": [(3, "behind"), (3, "ahead")], "b": [(2, "behind")]}) == ["ahead", "behind"]
     assert rule({"a": [(3, "ahead")], "b": [(1, "not shown")]}) == ["ahead"]
     assert rule({"b": [(1, "not shown")]}) == ["not shown"]
+    # A comparison of several seeds counts also if an alternative has one seed.
+    assert rule({"a": [(3, "ahead"), (1, "behind")], "b": [(1, "behind")]}) == ["ahead"]
+    assert rule({"a": [(3, "behind"), (3, "not shown")]}) == ["not shown"]
+
+
+def test_an_effect_of_exactly_zero_is_no_effect():
+    zero = Interval(0.0, 0.0, 0.0)
+    assert above(zero, 0.5) == FAILS
+    assert above(Interval(0.3, 0.0, 0.6), 0.5) == NOT_SHOWN
+    assert undecided(around(0.1), zero) == FAILS
+    assert norm_growth.noise_verdict([zero], [around(0.1)]) == FAILS
+    assert from_records.outcome([0.0, 0.0]) == "not shown"
+
+
+def test_a_part_that_was_not_measured_is_weaker_than_one_not_shown():
+    assert weakest(HOLDS, NOT_SHOWN, NOT_MEASURED) == NOT_MEASURED
+
+
+def test_a_mean_that_may_have_tails_is_not_shown_to_be_gaussian():
+    heavy = {16: [around(2.0)] * 2}
+    assert noise.noise_verdict({16: around(0.4)}, heavy) == HOLDS
+    assert noise.noise_verdict({16: Interval(0.4, 0.2, 0.6)}, heavy) == QUALITATIVELY
+
+
+def test_seeds_of_a_comparison_of_variances_are_those_of_the_smaller_sample():
+    found = from_records.comparisons(vae, {1: 80.0, 2: 81.0, 3: 80.5}, {1: 90.0, 2: 95.0})
+    assert {aspect: n for aspect, (n, _) in found.items()} == {"": 2, " in variance": 2}

@@ -1,16 +1,22 @@
 """CIFAR-10 classification: schedule, data, settings, folder."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from weightnorm import parameterize
 from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.experiments import classify
+from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.lab.reports import classify as classify_report
 from weightnorm.lab.reports.document import Table
 from weightnorm.lab.runs.config import folder
+from weightnorm.lab.runs.ranks import Ranks
 
 
 def test_schedule_is_the_papers():
@@ -92,3 +98,19 @@ def test_precisions_are_recorded_and_not_mixed_in_a_table(tmp_path):
 def test_out_of_range_values_are_refused(field, value):
     with pytest.raises(ConfigError, match=rf"{field.replace('_', '-')} is {value}; expected"):
         replace(classify.PAPER, **{field: value})
+
+
+def test_evaluation_is_without_noise_and_dropout_and_over_all_images():
+    wrap = partial(parameterize, how="weight-norm-mean-only")
+    model = ConvPoolCNN(wrap, width=0.02, channels=1, noise=0.5, dropout=0.5)
+    images = torch.randn(classify.EVAL_BATCH + 7, 1, 16, 16)
+    labels = torch.randint(10, (len(images),))
+    model.train()(images)  # running means
+    run = SimpleNamespace(ranks=Ranks(), device=torch.device("cpu"))
+    config = classify.PRESETS["demo"]
+    loss, error = classify.evaluate(model.train(), images, labels, config, run)
+    with torch.no_grad():
+        logits = model.eval()(images)
+    assert loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
+    assert error == pytest.approx((logits.argmax(1) != labels).double().mean().item())
+    assert 0 < error < 1

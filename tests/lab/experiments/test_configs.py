@@ -15,7 +15,7 @@ from torch import nn
 
 from weightnorm import Parameterization, parameterize
 from weightnorm.lab.errors import ConfigError
-from weightnorm.lab.experiments import classify, dqn, draw, vae
+from weightnorm.lab.experiments import classify, dqn, draw, language, vae
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.lab.models.q_network import QNetwork
 from weightnorm.lab.runs.config import RunConfig, folder
@@ -169,3 +169,10 @@ def test_unlimited_fields_are_not_checked():
     validate(RunConfig(), {"learning_rate": Limits(0, 1)})
     with pytest.raises(ConfigError):
         validate(RunConfig(), {"learning_rate": Limits(1, 2)})
+
+
+@pytest.mark.parametrize("module", [classify, vae, draw, language, dqn])
+def test_the_metric_that_selects_a_learning_rate_is_not_of_the_test_set(module):
+    """But for DQN, whose evaluation games are no held-out data."""
+    assert module.METRIC in module.RESULTS
+    assert module.METRIC.startswith("train_") or module is dqn

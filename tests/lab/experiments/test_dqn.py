@@ -466,3 +466,23 @@ def test_batches_move_to_a_device(tmp_path):
     batch = replay_of(tmp_path / "ring", [1, 1]).sample(3).to(torch.device("meta"))
     assert isinstance(batch, Transitions)
     assert all(x.device.type == "meta" for x in vars(batch).values())
+
+
+class Counting(Corridor):
+    """Every step ends the game; its reward is the number of steps so far."""
+
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        return super().step(action)._replace(reward=float(self.steps), over=True)
+
+
+def test_scores_are_those_of_an_epochs_own_games(config):
+    config = replace(config, replay_start=10, train_steps=20, test_steps=5)
+    record = dqn.run(config, game=Counting)
+    assert record.result["random_score"] == 5.5  # steps 1 to 10
+    assert record.column("train_score") == [15.5, 30.5]  # 11 to 20, 21 to 40
+    assert record.column("score") == [3.0, 8.0]  # 1 to 5, 6 to 10 of the evaluator's game
+    assert record.column("games") == [5, 5]
+    assert record.column("epsilon") == pytest.approx([epsilon(config, 20), epsilon(config, 40)])

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from commands import outcome, run_folder, same, started, wait_for, weightnorm
+from commands import HANGS, outcome, run_folder, same, started, wait_for, weightnorm
 from weightnorm.lab.cli import main
 from weightnorm.lab.reports import report
 from weightnorm.lab.runs.checkpoints import load_checkpoint
@@ -76,7 +76,7 @@ def test_interrupt_during_evaluation_saves_a_checkpoint(tmp_path, reference):
 
     wait_for(lambda: process.poll() is not None or evaluating())
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 130, err
     assert "everything is saved" in err
     state = torch.load(run_folder(tmp_path) / "checkpoint.pt", weights_only=True)

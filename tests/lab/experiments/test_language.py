@@ -14,6 +14,7 @@ from weightnorm.lab.experiments import language
 from weightnorm.lab.experiments.language import PRESETS, RATES, Config
 from weightnorm.lab.models.transformer import Transformer
 from weightnorm.lab.reports.report import sections_of
+from weightnorm.lab.runs.ranks import Ranks
 from weightnorm.lab.runs.records import load_record
 from weightnorm.lab.sweeps.grid import Grid
 
@@ -261,3 +262,55 @@ def test_settings_without_effect_are_no_settings():
     fixed = replace(PRESETS["demo"], optimizer="hyperball")
     others = {"length_learning_rate": 0.5, "weight_decay": 0.3, "retract": True, "initial_g": "one"}
     assert replace(fixed, **others) == fixed
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_settings_of_the_optimizers(method, tmp_path):
+    made, model = config(tmp_path, method), Transformer(16, 1, 2, 16)
+    matrices = {m.weight for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)}
+    found = {}
+    for group in language.groups_of(language.build_optimizers(model, made)):
+        role = "matrices" if matrices & {*group["params"]} else "others" if group["params"] else "g"
+        decay = None if method == "hyperball-weight-norm" else group["weight_decay"]
+        found[role] = group["lr"], decay, group.get("betas")
+    momenta = None if "muon" in method else (0.9, 0.95)
+    decay = {"hyperball-weight-norm": None}.get(method, 0.1 if "standard" in method else 0.0)
+    expected = {"matrices": (made.learning_rate, decay, momenta)}
+    expected["others"] = 0.003, None if decay is None else 0.0, (0.9, 0.999)
+    if method in ("adamw-weight-norm", "muon-weight-norm"):
+        expected["g"] = {"adamw": 0.005, "muon": 0.1}[made.optimizer], 0.0, (0.9, 0.95)
+    assert found == expected
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if "hyperball" not in name])
+def test_weight_decay_is_of_the_matrices_alone_and_decoupled(method, tmp_path):
+    made = config(tmp_path, method, weight_decay=0.3)
+    model = Transformer(16, 1, 2, 16)
+    matrices = {m.weight for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)}
+    optimizers = language.build_optimizers(model, made)
+    before = {p: p.detach().clone() for p in model.parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+    for p, value in before.items():
+        factor = 1 - 0.3 * made.learning_rate if p in matrices else 1
+        torch.testing.assert_close(p.detach(), factor * value)
+
+
+def test_held_out_texts_reach_from_the_first_to_the_last_byte(tmp_path, corpus):
+    texts = language.held_out(corpus, config(tmp_path))
+    assert texts.shape == (8, 17)
+    assert torch.equal(texts[0], corpus.test[:17])
+    assert torch.equal(texts[-1], corpus.test[-17:])
+
+
+def test_equally_likely_bytes_take_eight_bits(tmp_path, corpus):
+    made = config(tmp_path)
+    run = mock.Mock(ranks=Ranks(), device=torch.device("cpu"))
+
+    def network(texts):
+        return torch.zeros(*texts.shape, 256)
+
+    texts = language.held_out(corpus, replace(made, eval_texts=6))  # batches of 4 and 2
+    assert language.evaluate(network, texts, made, run) == pytest.approx(8)

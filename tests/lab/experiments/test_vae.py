@@ -247,3 +247,26 @@ def test_run_on_cifar10(synthetic_cifar10, tmp_path, how):
         assert kept["originals"].shape == kept["reconstructions"].shape == (10, 32, 32, 3)
         assert kept["originals"].dtype == np.uint8
     assert vae.run(config).result == result  # not run again
+
+
+def test_estimates_from_importance_samples(monkeypatch):
+    """log p(x) ≈ log mean w and ELBO ≈ mean log w, averaged over all examples."""
+    examples = vae.EVAL_BATCH + 3
+    logs = torch.randn(examples, 4, dtype=torch.float64)
+    seen = []
+
+    def log_weights(model, x, samples, *, each):
+        seen.append((len(x), samples))
+        return logs[x.flatten().long()]
+
+    monkeypatch.setattr(vae, "log_importance_weights", log_weights)
+    config = replace(DEMO, importance_samples=4, importance_examples=examples)
+    run = SimpleNamespace(ranks=Ranks(), parts=iter)
+    found = vae.estimate(torch.nn.Identity(), torch.arange(900.0), config, run)
+    assert seen == [(500, 4), (3, 4)]
+    assert found == pytest.approx(
+        {
+            "importance_negative_log_likelihood": -logs.exp().mean(1).log().mean().item(),
+            "importance_negative_elbo": -logs.mean().item(),
+        }
+    )

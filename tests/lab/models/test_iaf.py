@@ -184,3 +184,14 @@ def test_masked_weights_have_no_gradient(normalize):
         grad = parts(layer).v.grad if normalize else layer.weight.grad
         assert (grad[layer.mask == 0] == 0).all()
         assert (grad[layer.mask == 1] != 0).any()
+
+
+def test_m_and_s_are_a_tenth_of_the_last_layers_output():
+    step = posterior("vector", False, 1).steps[0]
+    last = step.layers[-1]
+    nn.init.zeros_(last.weight)
+    mean, log_scale = last.bias.detach().chunk(2)
+    z = torch.randn(1, 5, dtype=torch.float64)
+    moved, growth = step(z, context("vector"))
+    torch.testing.assert_close(growth[0], 0.1 * log_scale)
+    torch.testing.assert_close(moved[0], (z[0] - 0.1 * mean) / (0.1 * log_scale).exp())

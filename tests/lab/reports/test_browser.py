@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from matplotlib.image import imread
 
+from commands import HANGS
 from weightnorm.lab.reports.style import STYLES
 
 CHROMIUM = shutil.which("chromium")
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-ge
 def browse(tmp_path):
     def browse(*words):
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANGS)
         return done.stdout
 
     return browse

@@ -142,3 +142,19 @@ def test_odd_records_raise_no_error(run, tmp_path):
     damaged = run(experiment="dqn", seed=3, metrics=[{"score": 1.0, "seconds": 0}])
     (damaged.folder / "game.npz").write_bytes(b"no archive")
     assert report(tmp_path / "runs", tmp_path / "out").problems == ()
+
+
+def test_scores_over_parts_of_training(agent):
+    _, game = parts([agent([10, 20, 30, 40, 70, 60, 50])])
+    (row,) = rows(game, "Scores over training").values()
+    assert row == {
+        "parameterization": "weight norm",
+        "best epoch": "70",
+        "first half": "20",  # the first three of seven
+        "second half": "55",
+        "last five": "50",
+        "last epoch": "50",
+        "training, last five": "25",
+        "n": "1",
+        "lr": "0.003",
+    }

@@ -11,6 +11,7 @@ import matplotlib
 import pytest
 from matplotlib.image import imread
 
+from commands import HANGS
 from weightnorm.lab.errors import ReportError
 from weightnorm.lab.reports import SECTIONS, report
 from weightnorm.lab.reports.document import Section
@@ -115,7 +116,7 @@ def test_the_same_records_give_the_same_bytes(example, files, tmp_path):
     )
     where = [str(tmp_path / "copy"), str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo"}
-    subprocess.run([sys.executable, "-c", code, *where], check=True, env=environment, timeout=60)
+    subprocess.run([sys.executable, "-c", code, *where], check=True, env=environment, timeout=HANGS)
     assert contents(tmp_path / "out") == contents(files.page.parent)
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from weightnorm.lab.reports import classify, generic
+from weightnorm.lab.reports import classify, draw, generic, language, vae
 from weightnorm.lab.reports.document import Plot, Section, Table, slug
 from weightnorm.lab.reports.provenance import settings
 from weightnorm.lab.reports.style import STYLES
@@ -235,3 +235,31 @@ def test_a_slug_is_a_safe_file_name(text):
     assert 0 < len(slug(text)) <= 150
     assert "/" not in slug(text)
     assert not slug(text).startswith(".")
+
+
+@pytest.mark.parametrize(
+    ("experiment", "metric"),
+    [
+        (classify, "error"),
+        (vae, "negative_elbo"),
+        (draw, "negative_elbo"),
+        (language, "bits_per_byte"),
+    ],
+)
+def test_learning_rates_are_compared_by_training_not_by_test(run, experiment, metric):
+    name = experiment.__name__.rpartition(".")[2]
+    records = []
+    for rate, train, test in ((0.001, 1.0, 3.0), (0.003, 2.0, 1.0)):
+        ends = {f"train_{metric}": train, f"test_{metric}": test}
+        rows = [{"epoch": epoch, "seconds": 1.0, **ends} for epoch in (1, 2, 3, 4)]
+        config = {"learning_rate": rate, "optimizer": "adamw", "steps": 10}
+        records.append(run(experiment=name, metrics=rows, result=ends, **config))
+    lines = [
+        line.name
+        for figure in experiment.section(records).figures
+        for plot in getattr(figure, "plots", (figure,))
+        for line in getattr(plot, "lines", ())
+    ]
+    drawn = [line for line in lines if ", lr " in line]
+    assert drawn
+    assert all(", lr 0.001, " in line for line in drawn)

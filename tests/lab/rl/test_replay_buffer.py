@@ -229,3 +229,8 @@ def test_missing_file_is_refused(tmp_path):
         with pytest.raises(DataError, match="ring is missing; delete the run's folder to start"):
             ReplayBuffer(tmp_path / "ring", 12, SHAPE).load_state_dict(state)
         assert not (tmp_path / "ring").exists()
+
+
+@pytest.mark.parametrize(("capacity", "margin"), [(10, 2000), (40_000, 2000), (100_000, 5000)])
+def test_margin_is_a_twentieth_of_the_capacity_or_2000(tmp_path, capacity, margin):
+    assert ReplayBuffer(tmp_path / "ring", capacity, (1, 1)).margin == margin

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commands import started, weightnorm
+from commands import HANGS, started, weightnorm
 from weightnorm.lab.cli.experiments import EXPERIMENTS
 from weightnorm.lab.cli.main import main
 from weightnorm.lab.runs.config import scientific_fields
@@ -101,7 +101,7 @@ def test_ctrl_c_while_importing(tmp_path, seconds):
     wait_until_python_runs(process.pid)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANGS)
     assert process.returncode == 130, err
     assert "Traceback" not in out + err
 
@@ -134,7 +134,7 @@ def wait_until_python_runs(pid):
             maps = Path(f"/proc/{pid}/maps").read_text()
         except OSError:
             return
-        if "torch" in maps:  # imported by weightnorm/__init__.py, after the handler is set
+        if "libtorch" in maps:  # imported by weightnorm/__init__.py, after the handler is set
             return
         time.sleep(0.005)
 

@@ -15,6 +15,7 @@ from weightnorm.lab.errors import RecordError
 from weightnorm.lab.runs.records import (
     RunRecord,
     append_row,
+    by_seed,
     distinct_runs,
     find_records,
     load_record,
@@ -235,3 +236,10 @@ def test_copies_of_a_run_count_once():
     assert copies == [(elsewhere, first), (unfinished, first)]
     benchmarks = [run("e", width=1), run("f", machine="B", width=1)]  # no seed: measurements
     assert distinct_runs(benchmarks) == (benchmarks, [])
+
+
+def test_results_without_a_seed_are_all_kept():
+    runs = [
+        RunRecord(Path("x"), "classify", "cpu", {}, result={"test_error": x}) for x in (0.1, 0.2)
+    ]
+    assert sorted(by_seed(runs, "test_error").values()) == [0.1, 0.2]

@@ -29,6 +29,7 @@ from rich.console import Console
 
 from commands import (
     BASE,
+    HANGS,
     environment,
     outcome,
     run_folder,
@@ -52,8 +53,9 @@ from weightnorm.lab.errors import (
 from weightnorm.lab.experiments import classify
 from weightnorm.lab.runs.checkpoints import load_checkpoint, save_checkpoint
 from weightnorm.lab.runs.config import folder
+from weightnorm.lab.runs.epoch_metrics import EpochMetrics, stack_ranks
 from weightnorm.lab.runs.records import load_record
-from weightnorm.lab.runs.run import Run
+from weightnorm.lab.runs.run import Run, largest_norms
 
 TINY = ("run", "classify", "--preset", "demo", "--epochs", 4, "--limit", 300, "--batch-size", 20)
 DEMO = classify.PRESETS["demo"]
@@ -189,7 +191,7 @@ def test_interrupted_run_saves_and_prints_the_command(tmp_path, command_referenc
     process = started(*tiny(tmp_path))
     wait_for(lambda: list(tmp_path.rglob("checkpoint.pt")))
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 130, err
     assert "everything is saved" in err
     words = shlex.split(re.search(r"to resume:\s+weightnorm (.*)", err).group(1))
@@ -451,7 +453,7 @@ def test_bars_in_a_terminal(tmp_path):
                 break
     os.close(master)
     text = seen.decode()
-    assert process.wait(60) == 0, text
+    assert process.wait(HANGS) == 0, text
     assert "━" in text
     assert "epochs" in text
     assert "steps" in text
@@ -616,3 +618,67 @@ def test_units_that_initialization_leaves_out_are_recorded(tmp_path, capsys):
     assert found == {"layers": 2, "dead_units": {"a": 2}, "skipped": {"b": "it did not run"}}
     text = " ".join(capsys.readouterr().err.split())
     assert "not initialized on data: 2 constant units of a, b (it did not run)" in text
+
+
+# — the loop —
+
+
+def orders(runs, **changes):
+    """The rows of each of two epochs, in the order of the batches."""
+    found = []
+    with Run("classify", config(runs, **changes), classify.PRESETS) as this:
+        this.restore()
+        for _ in this.epochs(2):
+            sizes, rows = [], []
+            for batch in this.batches(10, 4):
+                sizes.append(this.batch)
+                rows += batch.tolist()
+            assert sizes == [4, 4, 2]
+            found.append(rows)
+            this.log()
+    return found
+
+
+def test_batches_are_a_permutation_that_depends_on_seed_and_epoch(tmp_path):
+    found = [*orders(tmp_path, seed=1), *orders(tmp_path, seed=2)]
+    assert all(sorted(order) == list(range(10)) for order in found)
+    assert len({tuple(order) for order in found}) == 4
+    assert orders(tmp_path / "again", seed=1) == found[:2]
+
+
+def test_time_of_a_run_is_that_of_all_its_sessions(tmp_path):
+    with Run("classify", config(tmp_path), classify.PRESETS) as this:
+        this.restore()
+        for _ in this.epochs(2):
+            this.seconds = 100.0  # before the run was stopped in this epoch
+            list(this.steps(2))
+            this.log()
+        record = this.finish({"test_error": 0.5})
+    assert all(100 <= row["seconds"] < 130 for row in record.metrics)
+    assert record.result["seconds"] == pytest.approx(sum(record.column("seconds")), abs=0.01)
+
+
+def test_largest_norms_are_listed_with_nan_first():
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 3, bias=False) for _ in range(4)))
+    with torch.no_grad():
+        for layer, value in zip(model, (3.0, math.nan, 5.0, 1.0), strict=True):
+            layer.weight.zero_()
+            layer.weight[1, 0] = value
+    assert largest_norms(model, count=3) == "1.weight nan, 2.weight 5, 0.weight 3"
+    assert largest_norms(None) == ""
+
+
+def test_sums_of_an_epoch():
+    device, ranks = torch.device("cpu"), []
+    for rank in (1, 2):
+        sums = EpochMetrics()
+        sums.add({"loss": torch.tensor(3.0, requires_grad=True), "count": 4}, device)
+        sums.add({"loss": torch.tensor(1.0 * rank), "count": 4}, device)
+        ranks.append(sums)
+    assert ranks[1].means == {"loss": 5 / 8}
+    assert ranks[1].finite
+    restored = EpochMetrics.of_rank(stack_ranks([sums.cpu() for sums in ranks]), 1, device)
+    assert restored == ranks[1] != ranks[0]
+    restored.add({"other": math.inf}, device)
+    assert not restored.finite
+    assert EpochMetrics({"loss": torch.ones(())}).means == {}

@@ -78,13 +78,18 @@ def test_the_report_pairs_seeds_of_an_optimizer_with_and_without_weight_norm(tmp
         for method, seeds in {"adamw-standard": (1, 2), "adamw-weight-norm": (1, 2, 3)}.items()
         for seed in seeds
     ]
-    made = config(tmp_path, "muon-weight-norm", length_learning_rate=0.01)
-    alone = language.run(made, corpus=corpus)
-    part, others = sections_of([*records, alone])["language"].content
+    without_plain = [
+        language.run(config(tmp_path, f"{optimizer}-weight-norm", initial_g="one"), corpus=corpus)
+        for optimizer in ("adamw", "muon")
+    ]
+    part, others = sections_of([*records, *without_plain])["language"].content
     assert others.title == "language: other settings"
-    ((name, *row),) = others.content[0].rows
-    assert "length-learning-rate=0.01" in name
-    assert row[:2] == ["Muon, weight norm (Muown)", "0.05"]
+    rows = others.content[0].rows
+    assert all("initial-g=one" in name for name, *_ in rows)
+    assert [row[1:3] for row in rows] == [
+        ("AdamW, weight norm", "0.005"),
+        ("Muon, weight norm (Muown)", "0.05"),
+    ]
     (table,) = (item for item in part.content if getattr(item, "title", "") == "Difference")
     (row,) = table.rows
     assert row[:2] == ("AdamW, weight norm", "AdamW")

@@ -59,7 +59,7 @@ def label_without_retraction(record: RunRecord) -> str:
 
 
 def section(records: list[RunRecord]) -> Section:
-    """Describe experiment 5: a part for each setting with several methods, then the others."""
+    """Describe experiment 5: a part for each setting that compares, then the others."""
     styles = METHODS | {
         f"{kind}{RETRACTED}": Style(f"{METHODS[kind].name}, ‖v‖ restored", color, "x")
         for kind, color in RETRACTED_COLORS.items()
@@ -68,8 +68,8 @@ def section(records: list[RunRecord]) -> Section:
         RunGrid(name, runs, "train_bits_per_byte", kind=method, styles=styles)
         for name, runs in by_setting(records, METHOD_FIELDS, label_without_retraction).items()
     ]
-    compared = [runs for runs in grids if len(runs.grid) > 1]
-    others = [runs for runs in grids if len(runs.grid) == 1]
+    compared = [runs for runs in grids if compares(runs)]
+    others = [runs for runs in grids if not compares(runs)]
     return Section(
         "Language model (beyond the paper)",
         "A byte-level transformer on the Python source of torch, with weight norm in the optimizer "
@@ -79,8 +79,13 @@ def section(records: list[RunRecord]) -> Section:
     )
 
 
+def compares(runs: RunGrid) -> bool:
+    """Whether plain weights and another method were run at this setting."""
+    return len(runs.grid) > 1 and not {*PLAIN.values()}.isdisjoint(runs.grid)
+
+
 def other_settings(grids: list[RunGrid]) -> Section:
-    """Tabulate the finished runs of settings with one method."""
+    """Tabulate the finished runs of settings with one method or without plain weights."""
     rows = []
     for runs in grids:
         for kind, rates in runs.grid.items():
@@ -91,7 +96,8 @@ def other_settings(grids: list[RunGrid]) -> Section:
                 rows.append((runs.label, runs.name(kind), f"{rate:g}", *values, str(len(done))))
     head = ("setting", "method", "lr", "training", "held-out", "n")
     table = Table("Bits per byte", head, tuple(rows))
-    return Section("language: other settings", "Settings with one method.", (table,))
+    intro = "Settings with one method, or without plain weights."
+    return Section("language: other settings", intro, (table,))
 
 
 def part(runs: RunGrid) -> Section:

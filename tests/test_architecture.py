@@ -100,7 +100,7 @@ LIBRARY = {
     "diagnostics": {"diagnostics.linter", "diagnostics.monitor", "diagnostics.probes"},
     "in_place": {"dtensor", "functional", "kernels"},
     "units": {"dtensor", "in_place", "kernels", "torch_private"},
-    "optimizer_state": {"in_place"},
+    "optimizer_state": {"dtensor", "in_place"},
     "optimizer": {
         "arguments",
         "dtensor",

@@ -760,6 +760,24 @@ def test_weights_written_from_outside_are_taken_as_they_are(write):
     torch.testing.assert_close(v.flatten(1).norm(dim=1), norm)  # the effective step stays
 
 
+def test_weights_written_before_the_first_step_are_those_of_the_start():
+    """As if the optimizer had been built after them: ‖v‖ is their norm."""
+    source = network()
+    nn.init.normal_(source[0].weight)
+    results = []
+    for first in ("build", "write"):
+        model = network()
+        if first == "write":
+            model.load_state_dict(source.state_dict())
+        optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.01)
+        model.load_state_dict(source.state_dict())
+        start = optimizer.parts()["0.weight"].v
+        train(model, optimizer, range(3))
+        results.append((start, model.state_dict()))
+    torch.testing.assert_close(results[0][0], source[0].weight.detach())
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_weights_without_gradient_stay():
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.1)
@@ -859,6 +877,8 @@ def test_what_other_shardings_leave_of_a_weight_is_refused():
 def test_parts_follow_a_weight_written_from_outside():
     model = nn.Linear(3, 2)
     optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
     norm = optimizer.parts()["weight"].v.norm(dim=1)
     model.weight.data.mul_(3)
     v, g = optimizer.parts()["weight"]

@@ -1,5 +1,6 @@
 """The optimizer form on several ranks: separate optimizers, Muon, every way of sharding a unit."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -150,8 +151,42 @@ def refused(rank, folder):
     return str(error.value)
 
 
+def copied(rank, folder):
+    """Two steps of a layer with a sharded weight and of a copy, each with its optimizer; and the
+    copy of a sharded model's state."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 4, bias=False).double()
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    pair = layer, FORMS["separate"](layer)
+    advance(*pair, range(2))
+    pairs = [pair, copy.deepcopy(pair)]
+    for one in pairs:
+        advance(*one, range(2, 4))
+    model, optimizer = made("separate", sharded)
+    advance(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())["state"]
+    v = optimizer.parts()["0.weight"].v
+    norms = full(state[0]["v_norm"]), full(v).flatten(1).norm(dim=1).view(-1, 1, 1)
+    return [full(layer.weight) for layer, _ in pairs], norms
+
+
+def other_start(rank, folder):
+    """Weights that differ between ranks until DistributedDataParallel takes those of rank 0."""
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 3).double()
+    optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.01)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for _ in range(3):
+        parallel(torch.ones(2, 4, dtype=torch.double)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight.detach(), optimizer.parts()["weight"].v
+
+
 def everything(rank, folder):
-    return forms(rank, folder), placements(rank, folder), refused(rank, folder)
+    parts = (forms, placements, refused, copied, other_start)
+    return tuple(part(rank, folder) for part in parts)
 
 
 @pytest.fixture(scope="module")
@@ -176,18 +211,33 @@ def test_sharded_forms_follow_one_process(request, form, world):
     advance(*pair, range(4))
     expected = outcome(*pair)
     tolerance = {"bfloat16": 0.02, "muon": 0.02}.get(form, 1e-10)
-    for results, _, _ in request.getfixturevalue(world):
+    for results, *_ in request.getfixturevalue(world):
         for name in (form, f"{form} resumed False", f"{form} resumed True"):
             torch.testing.assert_close(results[name], expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("world", ["on_two", "on_four"])
 def test_units_on_several_ranks(request, world):
-    for _, results, _ in request.getfixturevalue(world):
+    for _, results, *_ in request.getfixturevalue(world):
         assert len(results) == (18 if world == "on_two" else 36)
         for name, (expected, got) in results.items():
             torch.testing.assert_close(got, expected, msg=lambda said, n=name: f"{n}: {said}")
 
 
 def test_stacked_matrices_that_are_sharded_are_refused(on_two):
-    assert all("in_proj_weight stacks 3 matrices and is sharded" in said for *_, said in on_two)
+    message = "in_proj_weight stacks 3 matrices and is sharded"
+    assert all(message in said for _, _, said, *_ in on_two)
+
+
+@pytest.mark.parametrize("world", ["on_two", "on_four"])
+def test_copies_of_sharded_weights_and_states_are_equal(request, world):
+    for _, _, _, (weights, norms), _ in request.getfixturevalue(world):
+        torch.testing.assert_close(*weights, rtol=0, atol=0)
+        torch.testing.assert_close(*norms)
+
+
+@pytest.mark.parametrize("world", ["on_two", "on_four"])
+def test_all_ranks_start_from_the_weights_of_rank_0(request, world):
+    first, *others = (results for *_, results in request.getfixturevalue(world))
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)

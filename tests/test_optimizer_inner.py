@@ -304,12 +304,14 @@ def test_kernel_launches_per_weight():
     counts = {}
     for name in ("plain", "normalized"):
         model = nn.Sequential(*[nn.Conv1d(16, 16, 3, bias=False) for _ in range(layers)])
-        with torch.no_grad():
-            model[0].weight[0] = 0  # then the zero rows of all weights are filled
         options = {"lr": 0.1, "foreach": False}
         optimizer = torch.optim.SGD(model.parameters(), **options)
         if name == "normalized":
             optimizer = WeightNormOptimizer(model, torch.optim.SGD, train_g=False, **options)
+        set_gradients(model)
+        optimizer.step()  # the first step also measures ‖v‖
+        with torch.no_grad():
+            model[0].weight[0] = 0  # then the zero rows of all weights are filled
         set_gradients(model)
         with Launches() as launches:
             optimizer.step()

@@ -62,11 +62,11 @@ class InPlaceWeight:
     def __getstate__(self) -> dict[str, Any]:
         """Without what `bind` finds again, and without process groups."""
         derived = ("x", "stored", "pointer", "index", "cut", "placements")
-        return {k: v for k, v in self.__dict__.items() if k not in derived}
+        kept = {k: v for k, v in self.__dict__.items() if k not in derived}
+        return {**kept, "norm": self.norm.clone()}  # torch cannot copy a DTensor's view
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.norm = self.norm.clone()
         self.index, self.cut = None, ()
         self._locate_units()
         self.bind()
@@ -323,13 +323,15 @@ class InPlaceWeight:
 
 
 def initial_norm(weight: InPlaceWeight, retract: Retract) -> None:
-    """Set ‖v‖ of a weight before the first step."""
+    """Set ‖v‖ of a weight before the first step: ‖w‖, or what `retract` holds it at."""
     norm = local(weight.norm)
     if retract == "rms":
         norm.fill_(math.sqrt(weight.fan_in()))
     elif isinstance(retract, float | int) and not isinstance(retract, bool):
         norm.fill_(float(retract))
     else:
+        weight.read_copy()
+        norm.copy_(weight._norm().view(norm.shape))
         norm.masked_fill_(norm <= EPS, 1.0)  # a zero row has the diagonal direction, of length 1
 
 

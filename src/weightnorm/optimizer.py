@@ -101,12 +101,13 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         options: for `inner`, such as ``lr=0.001``.
 
     Schedulers, gradient scaling, clipping and accumulation work on it as on any optimizer; if other
-    code writes to a weight between steps, the new value is used. The gradients of normalized
-    weights are used up by a step: their memory is overwritten, and they are None after it. State is
-    in torch's layout; a weight's has g and ‖v‖ besides, and for g what the inner optimizer keeps of
-    it, with keys like "g.exp_avg". Weights may be sharded (FSDP2, tensor parallelism). For bfloat16
-    and float16 weights a float32 copy is kept, in which v is formed. Build the optimizer after
-    casting the model, and before freezing layers that are to be trained later.
+    code writes to a weight between steps, the new value is used. At the first step v is w, unless a
+    state was loaded. The gradients of normalized weights are used up by a step: their memory is
+    overwritten, and they are None after it. State is in torch's layout; a weight's has g and ‖v‖
+    besides, and for g what the inner optimizer keeps of it, with keys like "g.exp_avg". Weights may
+    be sharded (FSDP2, tensor parallelism). For bfloat16 and float16 weights a float32 copy is kept,
+    in which v is formed. Build the optimizer after casting the model, and before freezing layers
+    that are to be trained later.
 
     >>> model = nn.Linear(3, 2)
     >>> optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -154,6 +155,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         found = {w.weight: w for w in weights}
         self._inner: list[torch.optim.Optimizer] = []
         self._stepped = False
+        self._is_new = [True]  # a list: torch 2.9 cannot compile an assignment to an attribute
         if not isinstance(retract, bool | str):
             retract = float(retract)
         self._log, self._train_g, self._retract = scale == "log", train_g, retract
@@ -269,6 +271,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         if not torch.compiler.is_compiling():
             self._check_memory()
             self._stepped = True  # torch 2.9 cannot compile it
+        self._is_new[0] = False
         self._to_inner()
         loss = None
         if closure is not None and len(self._inner) == 1 and not self._normalize_update:
@@ -342,6 +345,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         if not inner:
             return
         self._check_memory()
+        self._is_new[0] = False
         is_v = self._no_weights()
         try:
             self._to_directions(self._every_weight(), self._no_weights(), is_v)
@@ -421,8 +425,13 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 )
 
     def _follow(self) -> None:
+        """Follow the model to other memory, and before the first step to other weights, such as
+        those of rank 0 in DistributedDataParallel: ‖v‖ is their norm."""
         if any(weight.moved() for weight in self._weights):
             self._bind()
+        if self._is_new[0]:
+            for weight in self._weights:
+                initial_norm(weight, self._retract)
 
     def _bind(self) -> None:
         """Follow the model to another device, dtype or memory."""
@@ -533,6 +542,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             )
         self._from_inner()
         self._stepped = any(inner.state for inner in self._inner)
+        self._is_new[0] = self._is_new[0] and not saved
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

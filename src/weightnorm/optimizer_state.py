@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from weightnorm.dtensor import is_sharded
 from weightnorm.in_place import InPlaceWeight
 
 
@@ -37,10 +38,16 @@ def packed_state(weight: InPlaceWeight, kept: dict[Tensor, dict[str, Any]]) -> d
         prefix = f"block{i}." if len(weight.directions) > 1 else ""
         state.update({f"{prefix}{k}": v for k, v in kept.get(direction, {}).items()})
     state.update({f"g.{k}": v for k, v in kept.get(weight.g, {}).items()})
-    state.update({"g": weight.g.detach(), "v_norm": weight.norm})
+    own = {"g": weight.g, "v_norm": weight.norm}
     if weight.copy is not None:
-        state["float32"] = weight.copy.detach()
+        own["float32"] = weight.copy
+    state.update({key: _for_copies(value.detach()) for key, value in own.items()})
     return state
+
+
+def _for_copies(x: Tensor) -> Tensor:
+    """x, as a tensor that can be copied and pickled: torch cannot do so with a DTensor's views."""
+    return x.clone() if is_sharded(x) else x
 
 
 def unpack_state(

@@ -216,6 +216,17 @@ def test_initial_action_values_have_the_configured_std(config, tmp_path, how, st
     )
 
 
+def test_initialization_changes_g_and_leaves_v_as_drawn(config, tmp_path):
+    agent = agent_of(config, dqn.Parameterization.WEIGHT_NORM)
+    drawn = {name: p.detach().clone() for name, p in agent.model.named_parameters()}
+    states = replay_of(tmp_path / "ring", [0, 1, 1, 0, 1, 0, 0] * 12).sample(50).states.clone()
+    agent.initialize(states)
+    assert len(agent.optimizer.parts()) == 5
+    for name, (v, g) in agent.optimizer.parts().items():
+        torch.testing.assert_close(v, drawn[name])
+        assert not torch.allclose(g.flatten(), v.flatten(1).norm(dim=1))
+
+
 @ALL
 def test_all_copies_start_as_the_initialized_function(config, tmp_path, how):
     agent = agent_of(replace(config, value_std=1.0), how)

@@ -263,6 +263,9 @@ class Agent:
         self.optimizer: torch.optim.Optimizer
         if how.normalizes_weights:
             self.optimizer = WeightNormOptimizer(self.model, torch.optim.Adamax, **options)
+            # As in section 3, initialization changes g and leaves v as drawn. A loaded state
+            # sets ‖v‖; otherwise it would be that of the weights at the first update.
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
         else:
             self.optimizer = torch.optim.Adamax(self.model.parameters(), **options)
         self.networks: tuple[Any, Any] = self.model, self.target

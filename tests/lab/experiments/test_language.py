@@ -1,6 +1,7 @@
 """The language model: its optimizers, its corpus, that it learns, resumes and refuses."""
 
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from commands import kill_at_second_checkpoint, outcome, run_folder, same, spread, weightnorm
 from weightnorm import Parameterization, WeightNormOptimizer
+from weightnorm.lab.data import torch_source
 from weightnorm.lab.data.torch_source import Corpus, trigram_bits_per_byte
 from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.experiments import language
@@ -18,6 +20,7 @@ from weightnorm.lab.runs.ranks import Ranks
 from weightnorm.lab.runs.records import load_record
 from weightnorm.lab.sweeps.grid import Grid
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 LINES = b"def f(x):\n    return x + 1\n\nclass A:\n    pass\n\nfor i in range(10):\n    print(i)\n"
 
 
@@ -183,6 +186,26 @@ def test_it_learns_and_beats_a_trigram_model(tmp_path, corpus):
     assert record.result["train_bits_per_byte"] < 1.2
     assert record.result["trigram_bits_per_byte"] == trigram_bits_per_byte(corpus)
     assert record.result["test_bits_per_byte"] < record.result["trigram_bits_per_byte"]
+
+
+def test_the_network_of_the_cpu_preset_learns_from_the_source_of_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_source, "trigram_bits_per_byte", lambda corpus: 2.6)  # takes seconds
+    size = {"epochs": 2, "steps": 30, "batch_size": 4, "context": 64, "eval_texts": 32}
+    made = replace(PRESETS["cpu"], runs=tmp_path, optimizer="muon", device="cpu", **size)
+    made = replace(made, learning_rate=language.default_learning_rate(made))
+    result = language.run(made).result
+    assert result["train_bits_per_byte"] < 4  # the frequencies of single bytes: 4.6
+    assert result["test_bits_per_byte"] < 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recorded_runs_beat_the_trigram_model_with_three_seeds(method):
+    folder = RESULTS / "language" / "runs" / "language" / "cpu+precision=bfloat16"
+    records = [load_record(path) for path in folder.joinpath(*METHODS[method]).glob("*/seed-*")]
+    assert {record.config["seed"] for record in records} >= {1, 2, 3}
+    for record in records:
+        assert record.result["test_bits_per_byte"] < record.result["trigram_bits_per_byte"]
+        assert len(record.metrics) == PRESETS["cpu"].epochs
 
 
 def test_another_corpus_is_refused(tmp_path, corpus):

@@ -778,6 +778,19 @@ def test_weights_written_before_the_first_step_are_those_of_the_start():
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+def test_a_state_saved_before_the_first_step_is_that_of_the_weights():
+    model = network()
+    optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.01)
+    nn.init.normal_(model[0].weight)
+    resumed = copy.deepcopy(model)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, range(3))
+    other = WeightNormOptimizer(resumed, torch.optim.Adam, lr=0.01)
+    other.load_state_dict(state)
+    train(resumed, other, range(3))
+    torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
 def test_weights_without_gradient_stay():
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.1)

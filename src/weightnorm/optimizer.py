@@ -497,6 +497,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         """The whole state in torch's layout, g and ‖v‖ included."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        if self._is_new[0]:
+            self._follow()
         number = {p: i for i, p in enumerate(self._parameters())}
         state_dict: dict[str, Any] = {
             "state": {number[p]: dict(state) for p, state in self._state().items()},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from weightnorm.lab.runs.records import load_record
+from weightnorm.lab.records import load_record
 
 BASE = [sys.executable, "-W", "error::UserWarning:weightnorm", "-m", "weightnorm"]
 OFFLINE = "http://127.0.0.1:9"

@@ -16,10 +16,10 @@ LAYERS = [
     "init_report", "functional", "parametrization", "inspection", "folding", "batching",
     "reparam", "output_sums", "mean_only", "data_init", "robust_init", "state_dicts",
     "in_place", "units", "optimizer_state", "optimizer", "parameterizations", "diagnostics",
-    "lab.errors", "lab.files", "lab.malloc", "lab.data", "lab.models", "lab.runs", "lab.rl",
-    "lab.experiments", "lab.sweeps", "lab.statistics", "lab.interleaved", "lab.pool",
-    "lab.claims", "lab.benchmarks", "lab.reports", "lab.safetensors_writer",
-    "lab.checkpoint_files", "lab.cli",
+    "lab.errors", "lab.files", "lab.malloc", "lab.data", "lab.models", "lab.records", "lab.runs",
+    "lab.run", "lab.rl", "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language",
+    "lab.sweeps", "lab.statistics", "lab.interleaved", "lab.pool", "lab.claims", "lab.bench",
+    "lab.reports", "lab.safetensors_writer", "lab.checkpoint_files", "lab.cli",
 ]  # fmt: skip
 OUTSIDE = {"library": {"torch"}, "lab": {
     "ale_py", "gymnasium", "jinja2", "matplotlib", "numpy", "pandas", "PIL", "pooch", "ray", "rich",

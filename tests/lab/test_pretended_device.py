@@ -10,11 +10,11 @@ import torch
 
 from pretended_device import DEVICE, failures
 from weightnorm import Parameterization
+from weightnorm.lab import classify, dqn, draw, vae
 from weightnorm.lab.data.labelled import Labelled
-from weightnorm.lab.experiments import classify, dqn, draw, vae
 from weightnorm.lab.rl.replay_buffer import Transitions
+from weightnorm.lab.run import Run
 from weightnorm.lab.runs.ranks import Ranks
-from weightnorm.lab.runs.run import Run
 
 
 class StepDone(Exception):

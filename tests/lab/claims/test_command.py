@@ -8,7 +8,7 @@ import pytest
 
 from commands import HANGS, started, wait_for, weightnorm
 from weightnorm.lab.claims.runner import CLAIMS, latest_rows
-from weightnorm.lab.runs.records import load_record, read_rows
+from weightnorm.lab.records import load_record, read_rows
 
 EXACT = {1, 2, 3, 7, 10, 11, 12, 13, 14, 17}
 

@@ -5,6 +5,7 @@ import math
 import shutil
 
 from weightnorm import Parameterization
+from weightnorm.lab import classify, dqn, draw, vae
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.claims.from_records import (
     BOUND,
@@ -14,9 +15,8 @@ from weightnorm.lab.claims.from_records import (
     other_experiments,
     over_training,
 )
-from weightnorm.lab.experiments import classify, dqn, draw, vae
+from weightnorm.lab.records import write_json
 from weightnorm.lab.runs.config import scientific_fields
-from weightnorm.lab.runs.records import write_json
 
 
 def write_run(root, experiment, how, seed, result, curve=(), **config):

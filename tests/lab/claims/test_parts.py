@@ -10,7 +10,7 @@ from weightnorm.lab.claims.parts import PartRunner
 from weightnorm.lab.claims.runner import latest_rows, measure
 from weightnorm.lab.errors import RunError
 from weightnorm.lab.files import lock_folder
-from weightnorm.lab.runs.records import append_row, read_rows
+from weightnorm.lab.records import append_row, read_rows
 
 CONTEXT = Context(quick=True, seeds=(1, 2))
 

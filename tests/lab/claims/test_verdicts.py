@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from weightnorm.lab import vae
 from weightnorm.lab.claims import (
     algebra,
     cost,
@@ -27,7 +28,6 @@ from weightnorm.lab.claims.claim import (
     undecided,
     weakest,
 )
-from weightnorm.lab.experiments import vae
 from weightnorm.lab.statistics import Interval, mean_interval
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 import weightnorm
 from weightnorm import Parameterization
+from weightnorm.lab import classify
 from weightnorm.lab.cli import experiments
 from weightnorm.lab.cli.arguments import refuse_singular, with_flags
 from weightnorm.lab.cli.experiments import parse_config
@@ -16,8 +17,7 @@ from weightnorm.lab.cli.main import main
 from weightnorm.lab.cli.sweep import SweepOptions
 from weightnorm.lab.cli.verbs import VERBS
 from weightnorm.lab.errors import UsageError
-from weightnorm.lab.experiments import classify
-from weightnorm.lab.runs.records import RunRecord
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.sweeps.summary import SweepResult, render
 
 COLUMNS = 80

@@ -7,7 +7,7 @@ from torch.distributions import Bernoulli, Normal, kl_divergence
 from torch.func import functional_call
 
 from weightnorm import kernels, normalized_weights, weight_norm_model
-from weightnorm.lab.benchmarks.cases.draw_step import LayerByLayer
+from weightnorm.lab.bench.cases.draw_step import LayerByLayer
 from weightnorm.lab.models.draw import (
     DRAW,
     LSTMState,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from weightnorm.lab.records import RunRecord, append_row, load_record, write_json
 from weightnorm.lab.reports import report
-from weightnorm.lab.runs.records import RunRecord, append_row, load_record, write_json
 
 CONFIG = {
     "preset": "cpu",

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import (
     best_rate,
     common_target,
@@ -17,7 +18,6 @@ from weightnorm.lab.reports.aggregate import (
     stat,
 )
 from weightnorm.lab.reports.run_grid import by_setting, label, run_grids
-from weightnorm.lab.runs.records import RunRecord
 
 
 def record(*errors, result=None, first_epoch=1, **config):

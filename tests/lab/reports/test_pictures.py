@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.pictures import image_grid, load_arrays
-from weightnorm.lab.runs.records import RunRecord
 
 
 def test_load_arrays_skips_damaged_files(tmp_path):

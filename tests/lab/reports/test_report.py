@@ -13,11 +13,11 @@ from matplotlib.image import imread
 
 from commands import HANGS
 from weightnorm.lab.errors import ReportError
+from weightnorm.lab.records import write_json
 from weightnorm.lab.reports import SECTIONS, report
 from weightnorm.lab.reports.document import Section
 from weightnorm.lab.reports.figures import PAPER
 from weightnorm.lab.reports.style import INK, STYLES
-from weightnorm.lab.runs.records import write_json
 
 
 class Elements(HTMLParser):

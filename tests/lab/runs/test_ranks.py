@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from commands import HANGS, environment, free_port, outcome, run_folder, same, spread, wait_for
+from weightnorm.lab.records import load_record
 from weightnorm.lab.runs.ranks import Ranks
-from weightnorm.lab.runs.records import load_record
 
 DOCS = Path(__file__).parents[3] / "docs" / "scaling.md"
 WORDS = ("--parameterization", "weight-norm-mean-only", "--epochs", 4, "--limit", 191)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightnorm.lab.errors import RecordError
-from weightnorm.lab.runs.records import (
+from weightnorm.lab.records import (
     RunRecord,
     append_row,
     by_seed,

@@ -41,6 +41,7 @@ from commands import (
 )
 from weightnorm import Parameterization
 from weightnorm.init_report import InitReport, LayerInit
+from weightnorm.lab import classify
 from weightnorm.lab.cli.main import main
 from weightnorm.lab.errors import (
     CheckpointError,
@@ -50,12 +51,11 @@ from weightnorm.lab.errors import (
     RecordError,
     RunError,
 )
-from weightnorm.lab.experiments import classify
+from weightnorm.lab.records import load_record
+from weightnorm.lab.run import Run, largest_norms
 from weightnorm.lab.runs.checkpoints import load_checkpoint, save_checkpoint
 from weightnorm.lab.runs.config import folder
 from weightnorm.lab.runs.epoch_metrics import EpochMetrics, stack_ranks
-from weightnorm.lab.runs.records import load_record
-from weightnorm.lab.runs.run import Run, largest_norms
 
 TINY = ("run", "classify", "--preset", "demo", "--epochs", 4, "--limit", 300, "--batch-size", 20)
 DEMO = classify.PRESETS["demo"]

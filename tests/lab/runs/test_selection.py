@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import best_rate
-from weightnorm.lab.runs.records import RunRecord
 from weightnorm.lab.runs.selection import best_learning_rate
 from weightnorm.lab.sweeps.summary import summarize
 

@@ -20,11 +20,11 @@ from rich.console import Console
 
 from commands import HANGS, wait_for
 from weightnorm import Parameterization
+from weightnorm.lab import classify, dqn
 from weightnorm.lab.cli import main
 from weightnorm.lab.errors import ConfigError, RunError
-from weightnorm.lab.experiments import classify, dqn
+from weightnorm.lab.records import RunRecord, append_row, write_json
 from weightnorm.lab.runs.config import RunConfig, folder, scientific_fields
-from weightnorm.lab.runs.records import RunRecord, append_row, write_json
 from weightnorm.lab.sweeps import executors
 from weightnorm.lab.sweeps import grid as sweeps_grid
 from weightnorm.lab.sweeps.grid import Grid, epochs, flags, sweep
@@ -674,7 +674,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from weightnorm import Parameterization
-from weightnorm.lab.experiments import classify
+from weightnorm.lab import classify
 from weightnorm.lab.sweeps.grid import Grid, sweep
 
 base = replace(classify.PRESETS["demo"], runs=Path(sys.argv[1]))

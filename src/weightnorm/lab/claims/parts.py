@@ -9,7 +9,7 @@ from typing import Any
 
 from weightnorm.lab.malloc import keep_freed_memory
 from weightnorm.lab.pool import Pool, one_thread
-from weightnorm.lab.runs.records import append_row, read_rows
+from weightnorm.lab.records import append_row, read_rows
 
 Part = tuple[str | int | float, ...]
 """Arguments that identify a part; JSON values."""

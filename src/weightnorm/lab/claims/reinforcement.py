@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weightnorm import Parameterization
+from weightnorm.lab import dqn
 from weightnorm.lab.claims.claim import (
     FAILS,
     HOLDS,
@@ -24,7 +25,6 @@ from weightnorm.lab.claims.claim import (
     series,
 )
 from weightnorm.lab.claims.context import Context
-from weightnorm.lab.experiments import dqn
 from weightnorm.lab.rl.atari import Atari
 from weightnorm.lab.rl.replay_buffer import ReplayBuffer, Transitions
 from weightnorm.lab.statistics import Interval, mean_interval

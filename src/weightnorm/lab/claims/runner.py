@@ -31,9 +31,9 @@ from weightnorm.lab.claims.parts import PartRunner
 from weightnorm.lab.errors import ConfigError, Interrupted, RunError, require
 from weightnorm.lab.files import lock_folder
 from weightnorm.lab.malloc import keep_freed_memory
+from weightnorm.lab.records import Row, append_row, load_record, read_rows, write_json
 from weightnorm.lab.runs.environment import environment
 from weightnorm.lab.runs.progress import ProgressBars
-from weightnorm.lab.runs.records import Row, append_row, load_record, read_rows, write_json
 
 SEEDS = {"quick": (1, 2, 3), "full": (1, 2, 3, 4, 5), "long": (1, 2, 3), "long-quick": (1, 2)}
 DATA = {"quick": "digits", "full": "cifar10", "long": "mnist", "long-quick": "digits"}

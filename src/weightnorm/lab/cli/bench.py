@@ -15,7 +15,7 @@ from weightnorm.lab.cli.console import ERR, OUT, print_line
 from weightnorm.lab.errors import nearest, require
 
 if TYPE_CHECKING:
-    from weightnorm.lab.benchmarks.benchmark import Settings
+    from weightnorm.lab.bench.benchmark import Settings
 
 SLOWER = 3
 """Exit code of --compare if a goal's value got worse."""
@@ -50,9 +50,9 @@ class BenchOptions:
 
 def main(words: list[str]) -> int:
     options = parse(BenchOptions, words, "bench")
-    from weightnorm.lab.benchmarks import runner
-    from weightnorm.lab.benchmarks.compare import load
-    from weightnorm.lab.benchmarks.registry import BENCHMARKS
+    from weightnorm.lab.bench import runner
+    from weightnorm.lab.bench.compare import load
+    from weightnorm.lab.bench.registry import BENCHMARKS
     from weightnorm.lab.malloc import keep_freed_memory
     from weightnorm.lab.reports.bench import about
 
@@ -80,7 +80,7 @@ def _list(titles: dict[str, str]) -> None:
 def _settings(options: BenchOptions) -> Settings:
     import torch
 
-    from weightnorm.lab.benchmarks.benchmark import Settings
+    from weightnorm.lab.bench.benchmark import Settings
     from weightnorm.lab.runs.environment import pick_device
 
     rounds = (2 if options.quick else 10) if options.rounds is None else options.rounds
@@ -111,7 +111,7 @@ def _print_benchmark(benchmark: dict[str, Any]) -> None:
 
 
 def _compare(old: dict[str, Any], new: dict[str, Any]) -> int:
-    from weightnorm.lab.benchmarks.compare import compare
+    from weightnorm.lab.bench.compare import compare
 
     found = compare(old, new)
     if found.caution:

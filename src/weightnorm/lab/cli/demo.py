@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from weightnorm.lab import classify
 from weightnorm.lab.cli import report
 from weightnorm.lab.cli.arguments import parse
 from weightnorm.lab.cli.console import OUT, print_line
 from weightnorm.lab.cli.sweep import SweepOptions, run_sweep
-from weightnorm.lab.experiments import classify
 from weightnorm.lab.sweeps.grid import Grid
 
 

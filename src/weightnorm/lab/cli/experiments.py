@@ -8,11 +8,11 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
+from weightnorm.lab import classify, dqn, draw, language, vae
 from weightnorm.lab.cli.arguments import parse, split_flags
 from weightnorm.lab.cli.console import OUT, print_line
 from weightnorm.lab.cli.verbs import VERBS
 from weightnorm.lab.errors import UsageError, nearest
-from weightnorm.lab.experiments import classify, dqn, draw, language, vae
 from weightnorm.lab.runs.config import RunConfig, find_preset
 
 EXPERIMENTS: dict[str, ModuleType] = {

@@ -6,7 +6,7 @@ import os
 
 from weightnorm.lab.cli.console import ERR, OUT, print_line
 from weightnorm.lab.cli.experiments import parse_config, split_experiment
-from weightnorm.lab.runs.records import is_number
+from weightnorm.lab.records import is_number
 
 
 def main(words: list[str]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from weightnorm.lab.runs.records import RunRecord, by_seed
+from weightnorm.lab.records import RunRecord, by_seed
 from weightnorm.lab.runs.selection import best_learning_rate
 
 

@@ -7,9 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from weightnorm.lab.records import Row, RunRecord
 from weightnorm.lab.reports.document import Bar, BarChart, BarGroup, Section, Table
 from weightnorm.lab.reports.style import STYLES, Style
-from weightnorm.lab.runs.records import Row, RunRecord
 
 COLUMNS = {
     "ours": "ours",

@@ -9,9 +9,9 @@ from dataclasses import replace
 from itertools import cycle, groupby
 from typing import Any
 
+from weightnorm.lab.records import Row, RunRecord
 from weightnorm.lab.reports.document import Line, Plot, PlotPanels, Section, Table, slug
 from weightnorm.lab.reports.style import STYLES, Style
-from weightnorm.lab.runs.records import Row, RunRecord
 
 SIZES = {
     "quick": "Embedded digits and a small dense network: a fast check, not evidence.",

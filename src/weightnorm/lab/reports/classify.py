@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import final, stat
 from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Plot, Section, Table, slug
@@ -17,7 +18,6 @@ from weightnorm.lab.reports.tables import (
     times,
     unfinished,
 )
-from weightnorm.lab.runs.records import RunRecord
 
 PAPER_ERROR = {
     "standard": "8.43",

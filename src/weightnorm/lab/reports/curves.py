@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import Curve, curve, final, stat
 from weightnorm.lab.reports.document import Line
 from weightnorm.lab.reports.run_grid import RunGrid, finished
 from weightnorm.lab.reports.style import Style
-from weightnorm.lab.runs.records import RunRecord
 
 
 def line_caption(drawn: tuple[Line, ...]) -> str:

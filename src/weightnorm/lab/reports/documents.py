@@ -20,12 +20,12 @@ from typing import Any
 
 from weightnorm.lab.errors import ReportError
 from weightnorm.lab.files import write_atomically
+from weightnorm.lab.records import Row
 from weightnorm.lab.reports import bench
 from weightnorm.lab.reports.document import FigureSpec, Picture, Section, Table, slug
 from weightnorm.lab.reports.figures import render_figures
 from weightnorm.lab.reports.markdown import markdown_table
 from weightnorm.lab.reports.report import read, sections_of
-from weightnorm.lab.runs.records import Row
 
 BLOCK = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 IMAGE = re.compile(r"results/([\w-]+/figures/[\w.-]+\.(?:png|gif|svg))\b")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import Stat, epoch_seconds, final, finite_or_nan, series, stat
 from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Line, Picture, Plot, Section, Table, slug
@@ -14,7 +15,6 @@ from weightnorm.lab.reports.provenance import MACHINE, deviations, differing_fie
 from weightnorm.lab.reports.run_grid import RunGrid, by_setting, finished, grouped
 from weightnorm.lab.reports.style import Style, ordered, style_of
 from weightnorm.lab.reports.tables import difference_table, final_values, unfinished
-from weightnorm.lab.runs.records import RunRecord
 
 METRIC = "best_score"
 PUBLISHED = {

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import final, finite_or_nan, stat
 from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Picture, Plot, Section, Table, slug
@@ -30,7 +31,6 @@ from weightnorm.lab.reports.tables import (
     times,
     unfinished,
 )
-from weightnorm.lab.runs.records import RunRecord
 
 METRIC = "test_negative_elbo"
 PUBLISHED = ("DRAW with attention (published)", "—", "—", "−80.97", "—", "—", "—", "—")

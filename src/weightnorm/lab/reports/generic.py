@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
+from weightnorm.lab.records import Row, RunRecord
 from weightnorm.lab.reports.aggregate import final, finite_or_nan, stat
 from weightnorm.lab.reports.curves import line_caption, lines
 from weightnorm.lab.reports.document import Plot, Section, Table, slug
 from weightnorm.lab.reports.provenance import settings
 from weightnorm.lab.reports.run_grid import finished, grouped, label
 from weightnorm.lab.reports.style import STYLES, Style, style_of
-from weightnorm.lab.runs.records import Row, RunRecord
 
 Groups = dict[str, list[RunRecord]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from weightnorm.lab.records import RunRecord, by_seed
 from weightnorm.lab.reports.aggregate import curve, final, finite_or_nan, stat
 from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Line, Plot, PlotPanels, Section, Table, slug
@@ -18,7 +19,6 @@ from weightnorm.lab.reports.run_grid import (
 )
 from weightnorm.lab.reports.style import STYLES, Style
 from weightnorm.lab.reports.tables import final_values, signed, unfinished
-from weightnorm.lab.runs.records import RunRecord, by_seed
 from weightnorm.lab.statistics import Interval, mean_interval, paired_differences
 
 BLUE, GREEN, PURPLE = (

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.document import FigureSpec, Section
 from weightnorm.lab.reports.figures import PAPER, RenderedFigure
 from weightnorm.lab.reports.style import INK
-from weightnorm.lab.runs.records import RunRecord
 
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),

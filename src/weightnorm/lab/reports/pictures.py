@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 from numpy.typing import NDArray
 
-from weightnorm.lab.runs.records import RunRecord
+from weightnorm.lab.records import RunRecord
 
 GAP = 1
 """Pixels between the images of a grid."""

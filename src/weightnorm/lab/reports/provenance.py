@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.document import Table
-from weightnorm.lab.runs.records import RunRecord
 
 VARIED = ("parameterization", "learning_rate", "seed")
 """Fields in which runs differ by design."""

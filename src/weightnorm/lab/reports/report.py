@@ -8,12 +8,12 @@ from pathlib import Path
 
 from weightnorm.lab.errors import ReportError
 from weightnorm.lab.files import write_atomically
+from weightnorm.lab.records import RunRecord, distinct_runs, find_records
 from weightnorm.lab.reports import bench, claims, classify, dqn, draw, generic, language, vae
 from weightnorm.lab.reports.document import Section
 from weightnorm.lab.reports.figures import render_figures
 from weightnorm.lab.reports.page import render
 from weightnorm.lab.reports.run_grid import grouped
-from weightnorm.lab.runs.records import RunRecord, distinct_runs, find_records
 
 SECTIONS: dict[str, Callable[[list[RunRecord]], Section]] = {
     "classify": classify.section,

@@ -9,9 +9,9 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import TypeVar
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import best_rate, finite_or_nan
 from weightnorm.lab.reports.style import STYLES, Style, ordered, style_of
-from weightnorm.lab.runs.records import RunRecord
 
 K = TypeVar("K", bound=Hashable)
 

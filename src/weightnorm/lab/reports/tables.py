@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import (
     Stat,
     common_target,
@@ -18,7 +19,6 @@ from weightnorm.lab.reports.curves import progress
 from weightnorm.lab.reports.document import Table
 from weightnorm.lab.reports.provenance import MACHINE, differing_fields
 from weightnorm.lab.reports.run_grid import RunGrid, finished, rate
-from weightnorm.lab.runs.records import RunRecord
 from weightnorm.lab.statistics import Interval, mean_interval, paired_differences
 
 PARTS: dict[str, Callable[[int], slice]] = {

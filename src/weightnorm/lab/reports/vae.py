@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from weightnorm.lab.records import RunRecord
 from weightnorm.lab.reports.aggregate import final, stat
 from weightnorm.lab.reports.curves import best_lines, line_caption, rate_lines
 from weightnorm.lab.reports.document import Picture, Plot, Section, Table, slug
@@ -19,7 +20,6 @@ from weightnorm.lab.reports.tables import (
     times,
     unfinished,
 )
-from weightnorm.lab.runs.records import RunRecord
 
 DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10", "digits": "Digits"}
 UNSURE = "published, from memory"

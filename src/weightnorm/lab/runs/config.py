@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from weightnorm import Parameterization
-from weightnorm.lab.runs.records import to_json
+from weightnorm.lab.records import to_json
 from weightnorm.lab.runs.validation import POSITIVE, Limits, validate
 
 C = TypeVar("C", bound="RunConfig")

@@ -23,6 +23,7 @@ from rich.progress import TaskID
 
 from weightnorm import Parameterization
 from weightnorm.lab.errors import ConfigError, RecordError, require
+from weightnorm.lab.records import RunRecord, load_record, read_rows
 from weightnorm.lab.runs.config import (
     RunConfig,
     completed,
@@ -32,7 +33,6 @@ from weightnorm.lab.runs.config import (
 )
 from weightnorm.lab.runs.environment import pick_device
 from weightnorm.lab.runs.progress import ProgressBars
-from weightnorm.lab.runs.records import RunRecord, load_record, read_rows
 from weightnorm.lab.sweeps.executors import (
     POLL_SECONDS,
     Executor,
@@ -70,7 +70,7 @@ class Grid:
         """Return the runs, seed by seed. Raises ConfigError if one is invalid or two are equal."""
         require(bool(self.parameterizations), "parameterizations", "empty", "one or more")
         require(bool(self.seeds), "seeds", "empty", "one or more")
-        module = importlib.import_module(f"weightnorm.lab.experiments.{self.experiment}")
+        module = importlib.import_module(f"weightnorm.lab.{self.experiment}")
         preset = preset_of(self.base, module.PRESETS)
         defaults = module.LEARNING_RATES[self.base.preset]
         compared = ", ".join(map(str, defaults))
@@ -155,7 +155,7 @@ def sweep(
     if cluster is None:
         pick_device(grid.base.device)  # raises if this machine does not have it
     records = [job_record(job) for job in plan]
-    module = importlib.import_module(f"weightnorm.lab.experiments.{grid.experiment}")
+    module = importlib.import_module(f"weightnorm.lab.{grid.experiment}")
     check_metric(records, metric, (*module.RESULTS, "seconds"))
     left = deque(job for job, record in zip(plan, records, strict=True) if not record.finished)
     failed: list[tuple[str, str]] = []

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from rich.table import Column, Table
 
 from weightnorm.lab.errors import require
-from weightnorm.lab.runs.records import RunRecord, by_seed, is_number
+from weightnorm.lab.records import RunRecord, by_seed, is_number
 from weightnorm.lab.runs.selection import best_learning_rate
 
 

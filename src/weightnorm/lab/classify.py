@@ -1,0 +1,218 @@
+"""Experiment 1: CIFAR-10 classification with five parameterizations (section 5.1).
+
+ConvPool-CNN-C on ZCA-whitened CIFAR-10 without augmentation. Adam with a constant learning rate in
+the first half of training; in the second half it falls linearly to 0 and β₁ changes from 0.9 to
+0.5. See docs/experiments/classify.md for the deviations from the paper and the results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from weightnorm import Parameterization, data_dependent_init, folded, parameterize
+from weightnorm.diagnostics import effective_step, v_norms
+from weightnorm.lab.data import cifar10, digits, zca
+from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.errors import require
+from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
+from weightnorm.lab.records import RunRecord
+from weightnorm.lab.run import Run
+from weightnorm.lab.runs.config import RunConfig
+from weightnorm.lab.runs.environment import autocast
+from weightnorm.lab.runs.validation import COUNT, NONNEGATIVE, SEVERAL, Limits
+
+NAME = "classify"
+TITLE = "CIFAR-10 classification with five parameterizations (section 5.1)"
+METRIC = "train_error"
+"""Selects the best learning rate of a sweep, lower is better. Test errors are not used for that."""
+TRAIN_EXAMPLES = {"cifar10": 50_000, "digits": digits.TRAIN}
+RESULTS = ("train_error", "test_error", "test_loss")
+"""Metrics of every result: those that `sweep --metric` accepts."""
+EVAL_BATCH = 500
+
+
+@dataclass(frozen=True)
+class Config(RunConfig):
+    """Train ConvPool-CNN-C in one of five parameterizations."""
+
+    data: Literal["cifar10", "digits"] = "cifar10"
+    """CIFAR-10, or scikit-learn's embedded digits, enlarged to 16×16."""
+    epochs: int = 200
+    """Passes over the training set; the learning rate falls during the second half."""
+    batch_size: int = 100
+    """Examples per step, over all ranks."""
+    width: float = 1.0
+    """Multiplier of the network's 96 and 192 channels."""
+    noise: float = 0.15
+    """Standard deviation of the Gaussian noise added to the input."""
+    dropout: float = 0.5
+    """Dropout probability after each pooling layer."""
+    init_examples: int = 500
+    """Training examples for the data-dependent initialization."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of the forward pass (autocast); parameters are float32."""
+    limit: int | None = None
+    """Train on only this many examples, from the start of the training set."""
+
+    LIMITS: ClassVar[dict[str, Limits]] = {
+        **RunConfig.LIMITS,
+        "epochs": COUNT,
+        "batch_size": SEVERAL,
+        "width": Limits(0.01, 64),  # at least one channel in each layer
+        "noise": NONNEGATIVE,
+        "dropout": Limits(0, 1, open_high=True),
+        "init_examples": SEVERAL,
+        "limit": Limits(2, COUNT.high),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        examples = min(self.limit or TRAIN_EXAMPLES[self.data], TRAIN_EXAMPLES[self.data])
+        alone = examples % self.batch_size == 1  # batch norm has no statistics of one example
+        normalized = self.parameterization is Parameterization.BATCH_NORM
+        require(not (alone and normalized), "batch_size", self.batch_size,
+                f"a size that does not leave 1 of {examples:,} examples for the last batch, "
+                "which batch norm cannot normalize")  # fmt: skip
+
+
+PAPER = Config(preset="paper")
+PRESETS = {
+    "paper": PAPER,
+    "cpu": replace(PAPER, preset="cpu", width=0.25, epochs=16),
+    "demo": replace(PAPER, preset="demo", data="digits", width=0.125, epochs=30),
+}
+SIZES = {
+    "paper": ("96/192 channels", "200 epochs", "a GPU, hours"),
+    "cpu": ("24/48 channels", "16 epochs", "two cores, 25 minutes"),
+    "demo": ("12/24 channels", "embedded digits", "seconds"),
+}
+SAME_RATE = dict.fromkeys(Parameterization, 0.003)
+PAPERS_CHOICE = SAME_RATE | {Parameterization.STANDARD: 0.0003}
+"""From the grid {0.0003, 0.001, 0.003, 0.01}."""
+LEARNING_RATES = {"paper": PAPERS_CHOICE, "cpu": PAPERS_CHOICE, "demo": SAME_RATE}
+"""On the digits 0.003 is best for the standard parameterization too."""
+
+
+def default_learning_rate(config: Config) -> float:
+    """Return the preset's learning rate for the parameterization."""
+    return LEARNING_RATES[config.preset][config.parameterization]
+
+
+def run(config: Config, console: Console | None = None, data: Labelled | None = None) -> RunRecord:
+    """Train and evaluate one network, and return its record. `data` replaces the config's data
+    set, for benchmarks on synthetic images."""
+    with Run(NAME, config, PRESETS, console, RESULTS) as run:
+        if (record := run.finished) is not None:
+            return record
+        how, supported = config.parameterization, run.ranks.world == 1 or run.device.type == "cuda"
+        expected = "another one on several CPU ranks: torch synchronizes batch norm on GPUs only"
+        require(supported or how is not Parameterization.BATCH_NORM, "parameterization", how,
+                expected)  # fmt: skip
+        data = load(config) if data is None else data
+        train, test = (x.to(run.device) for x in (data.train, data.test))
+        labels, test_labels = data.train_labels.to(run.device), data.test_labels.to(run.device)
+
+        wrap = partial(parameterize, how=config.parameterization, group=run.ranks.group)
+        model: nn.Module = ConvPoolCNN(
+            wrap,
+            width=config.width,
+            channels=train.shape[1],
+            noise=config.noise,
+            dropout=config.dropout,
+        )
+        model = model.to(run.device).to(memory_format=torch.channels_last)  # type: ignore
+        chosen = run.ranks.share(torch.randperm(len(train))[: config.init_examples])
+        run.seed_by_rank()
+        examples = train[chosen.to(run.device)]
+        run.record_initialization(data_dependent_init(model, examples, group=run.ranks.group))
+        network = torch.compile(model) if config.compile else model
+
+        optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
+        scaler = torch.amp.GradScaler(run.device.type, enabled=config.precision == "float16")
+        run.restore(model=model, optimizer=optimizer, scaler=scaler)
+
+        for epoch in run.epochs(config.epochs):
+            set_schedule(optimizer, config, epoch)
+            model.train()
+            for rows in run.batches(len(train), config.batch_size):
+                x, y = train[rows], labels[rows]
+                with autocast(run.device, config.precision):
+                    logits = network(x.contiguous(memory_format=torch.channels_last))
+                    loss = F.cross_entropy(logits.float(), y, reduction="sum") / run.batch
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                run.ranks.sum_gradients(model)
+                scaler.step(optimizer)
+                scaler.update()
+                with torch.no_grad():
+                    wrong = (logits.argmax(1) != y).sum()
+                    run.add(loss=loss * run.batch, error=wrong, count=len(rows))
+
+            test_loss, test_error = evaluate(model, test, test_labels, config, run)
+            run.log(
+                train_loss=run.total("loss") / run.total("count"),
+                train_error=run.total("error") / run.total("count"),
+                test_loss=test_loss,
+                test_error=test_error,
+                learning_rate=optimizer.param_groups[0]["lr"],
+                **mean_norms(model),
+            )
+        return run.finish({name: run.last[name] for name in RESULTS})
+
+
+def load(config: Config) -> Labelled:
+    """Load the whitened images."""
+    if config.data == "cifar10":
+        return cifar10.load_whitened(config.data_dir, limit=config.limit)
+    raw = digits.load()
+    whiten = partial(zca.apply, zca.fit(raw.train))
+    large = partial(F.interpolate, scale_factor=2.0)  # the network halves its input twice
+    return replace(
+        raw, train=large(whiten(raw.train))[: config.limit], test=large(whiten(raw.test))
+    )
+
+
+def set_schedule(optimizer: torch.optim.Optimizer, config: Config, epoch: int) -> None:
+    """Set learning rate and β₁: constant and 0.9 in the first half of training (the paper's first
+    100 epochs), then linear to 0 and 0.5."""
+    half = config.epochs / 2
+    for group in optimizer.param_groups:
+        group["lr"] = config.learning_rate * min(2 - epoch / half, 1)
+        group["betas"] = (0.9 if epoch < half else 0.5, 0.999)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, images: Tensor, labels: Tensor, config: Config, run: Run
+) -> tuple[float, float]:
+    """Return mean loss and error on the test set, computed by all ranks."""
+    model.eval()
+    share = run.ranks.share
+    batches = zip(share(images).split(EVAL_BATCH), share(labels).split(EVAL_BATCH), strict=True)
+    sums = []
+    with folded(model), autocast(run.device, config.precision):
+        for x, y in batches:
+            logits = model(x.contiguous(memory_format=torch.channels_last)).float()
+            loss = F.cross_entropy(logits, y, reduction="sum")
+            sums.append(torch.stack([loss, (logits.argmax(1) != y).sum()]))
+    total = torch.stack(sums).cpu().double().sum(0)  # one read from the device
+    loss_sum, errors = run.ranks.sum(total, "the errors on the test set").tolist()
+    return loss_sum / len(images), errors / len(images)
+
+
+def mean_norms(model: nn.Module) -> dict[str, float]:
+    """Return mean ‖v‖ and mean effective step g/‖v‖ over all units of normalized weights."""
+    norms, steps = v_norms(model), effective_step(model)
+    if not norms:
+        return {}
+    return {
+        "v_norm": torch.cat([*norms.values()]).mean().item(),
+        "effective_step": torch.cat([*steps.values()]).mean().item(),
+    }

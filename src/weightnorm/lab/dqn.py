@@ -1,0 +1,378 @@
+"""Experiment 4: deep Q-networks on Atari games (section 5.4).
+
+The agent of Mnih et al. (2015), trained with Adamax at β₁ = 0.5 and batches of 64, in the standard
+parameterization and with weight normalization. Batch normalization, which the paper could not make
+work, can be run as well. An epoch is a number of training steps, then a number of evaluation steps.
+See docs/experiments/dqn.md for the deviations from the paper and the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from weightnorm import (
+    InitReport,
+    Parameterization,
+    WeightNormOptimizer,
+    data_dependent_init,
+    parameterize,
+    update_running_means,
+)
+from weightnorm.lab.errors import require
+from weightnorm.lab.models.q_network import QNetwork
+from weightnorm.lab.records import RunRecord
+from weightnorm.lab.rl.atari import Atari, Game, rom_paths
+from weightnorm.lab.rl.episodes import Evaluator, InitialBaseline, Player, epsilon_greedy
+from weightnorm.lab.rl.replay_buffer import ReplayBuffer, Transitions
+from weightnorm.lab.run import Run
+from weightnorm.lab.runs.config import RunConfig
+from weightnorm.lab.runs.environment import autocast
+from weightnorm.lab.runs.validation import COUNT, POSITIVE, PROBABILITY, SEVERAL, Limits
+
+NAME = "dqn"
+TITLE = "deep Q-networks on Atari games (section 5.4)"
+METRIC = "best_score"
+"""Selects the best learning rate of a sweep, as in the paper's figure 4."""
+HIGHER_IS_BETTER = ("best_score", "score")
+AXES = {"games": "game"}
+"""Further axes of a sweep: flag → config field."""
+PAPERS_GAMES = ("breakout", "enduro", "seaquest", "space-invaders")
+COMPARED = (
+    Parameterization.STANDARD,
+    Parameterization.WEIGHT_NORM,
+    Parameterization.BATCH_NORM,
+)
+RESULTS = ("best_score", "score", "mean_q", "random_score")
+"""Metrics of every result: those that `sweep --metric` accepts."""
+RECORDED_STEPS = 150
+"""Steps of the last agent's play that are stored as pictures."""
+
+
+@dataclass(frozen=True)
+class Config(RunConfig):
+    """Train a deep Q-network on an Atari game."""
+
+    learning_rate: float = 0.0003
+    """Adamax's learning rate; default: the preset's, chosen per parameterization."""
+    game: str = "space-invaders"
+    """Any single-player game of ale-py, such as breakout, enduro, seaquest or space-invaders."""
+    epochs: int = 200
+    """Number of epochs: training steps, then evaluation steps."""
+    train_steps: int = 250_000
+    """Training steps of the agent per epoch; each is four frames of the game."""
+    test_steps: int = 125_000
+    """Evaluation steps per epoch."""
+    width: float = 1.0
+    """Multiplier of the network's 32, 64 and 64 channels and 512 units."""
+    batch_size: int = 64
+    """Transitions per update."""
+    replay_size: int = 1_000_000
+    """Capacity of the replay buffer, in transitions."""
+    replay_start: int = 50_000
+    """Steps of random play before the first update."""
+    update_every: int = 4
+    """Steps between updates."""
+    sync_every: int = 10_000
+    """Steps between copies of the network to the target network."""
+    discount: float = 0.99
+    """Discount factor γ."""
+    epsilon_steps: int = 1_000_000
+    """Steps over which ε falls linearly from 1 to its final value."""
+    epsilon_end: float = 0.1
+    """Final ε in training."""
+    test_epsilon: float = 0.05
+    """ε in evaluation."""
+    init_states: int = 500
+    """States for the data-dependent initialization; their mean value is logged every epoch."""
+    value_std: float = 1.0
+    """Standard deviation of the initial action values over those states."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the networks in updates (autocast); parameters are float32."""
+
+    FOLDER_FIELDS: ClassVar[tuple[str, ...]] = ("game", "parameterization")
+    LIMITS: ClassVar[dict[str, Limits]] = {
+        **RunConfig.LIMITS,
+        **dict.fromkeys(("epochs", "train_steps", "test_steps", "replay_start"), COUNT),
+        **dict.fromkeys(("replay_size", "update_every", "sync_every", "epsilon_steps"), COUNT),
+        **dict.fromkeys(("discount", "epsilon_end", "test_epsilon"), PROBABILITY),
+        "batch_size": SEVERAL,
+        "init_states": SEVERAL,
+        "width": Limits(0.02, 64),  # at least one channel in each layer
+        "value_std": POSITIVE,
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        how, compared = self.parameterization, ", ".join(map(str, COMPARED))
+        require(how in COMPARED, "parameterization", how, f"one of {compared}")
+        start, size = self.replay_start, self.replay_size
+        require(start + self.update_every <= self.train_steps, "replay_start", start,
+                "less than train-steps by at least update-every")  # fmt: skip
+        require(size >= start, "replay_size", size, "replay-start or more")
+        if self.game not in PAPERS_GAMES:
+            known = list(rom_paths())
+            near = get_close_matches(self.game, known, 3, cutoff=0.5) or known
+            require(self.game in known, "game", self.game, f"one of ale-py's: {', '.join(near)}?")
+
+
+PAPER = Config(preset="paper")
+CPU = replace(
+    PAPER,
+    preset="cpu",
+    epochs=20,
+    train_steps=25_000,
+    test_steps=10_000,
+    width=0.5,
+    batch_size=32,
+    replay_size=200_000,
+    replay_start=10_000,
+    sync_every=2_000,
+    epsilon_steps=100_000,
+    value_std=0.01,
+)
+PRESETS = {
+    "paper": PAPER,
+    "cpu": CPU,
+    "demo": replace(
+        CPU,
+        preset="demo",
+        epochs=3,
+        train_steps=1_000,
+        test_steps=500,
+        replay_size=5_000,
+        replay_start=400,
+        sync_every=200,
+        epsilon_steps=1_500,
+        init_states=100,
+    ),
+}
+SIZES = {
+    "paper": ("50 million steps", "replay of 1 million, 7.4 GB", "a GPU, a week"),
+    "cpu": ("500 thousand steps", "half the width, batches of 32", "two cores, an hour"),
+    "demo": ("3 thousand steps", "half the width", "a minute, too short to learn"),
+}
+PAPERS_CHOICE = dict.fromkeys(COMPARED, 0.0003) | {Parameterization.STANDARD: 0.0001}
+"""From the grid {0.0001, 0.0003, 0.001, 0.003}; the paper gives none for batch norm."""
+ONE_HIGHER = dict.fromkeys(COMPARED, 0.001) | {Parameterization.STANDARD: 0.0003}
+"""The next higher rates of that grid, for a hundredth of the steps."""
+LEARNING_RATES = {"paper": PAPERS_CHOICE, "cpu": ONE_HIGHER, "demo": ONE_HIGHER}
+
+
+def default_learning_rate(config: Config) -> float:
+    """Return the preset's learning rate for the parameterization."""
+    return LEARNING_RATES[config.preset][config.parameterization]
+
+
+def run(
+    config: Config, console: Console | None = None, game: Callable[[str], Game] = Atari
+) -> RunRecord:
+    """Train and evaluate one agent, and return its record."""
+    with Run(NAME, config, PRESETS, console, RESULTS) as run, replay_file(run) as path:
+        if (record := run.finished) is not None:
+            return record
+        ranks = run.ranks.world
+        require(ranks == 1, "ranks", ranks, "1: DQN is one process; run seeds with sweep --jobs")
+        player, evaluator = Player(game(config.game)), Evaluator(game(config.game))
+        shape, pin, baseline = player.game.shape, run.device.type == "cuda", InitialBaseline()
+        replay = ReplayBuffer(path, config.replay_size, shape, pin=pin)
+        agent = Agent(config, player.game, run.device)
+        states = {"model": agent.model, "target": agent.target, "optimizer": agent.optimizer}
+        states |= {"replay": replay, "player": player, "evaluator": evaluator, "baseline": baseline}
+        if run.restore(**states):
+            agent.update_actor()
+        else:
+            replay.append_frame(player.reset())
+
+        for _ in run.epochs(config.epochs):
+            for step in run.steps(config.train_steps + config.test_steps, replay.margin // 2):
+                if step < config.train_steps:
+                    loss = train_step(agent, player, replay, baseline, run.record_initialization)
+                    if loss is not None:
+                        run.add(loss=loss, count=config.batch_size)
+                    continue
+                if step == config.train_steps:
+                    evaluator.start()
+                evaluator.play_step(agent.actor, config.test_epsilon)
+            run.log(
+                score=evaluator.score,
+                games=evaluator.games,
+                train_score=player.score,
+                mean_q=agent.max_q(baseline.states).mean().item(),
+                loss=run.total("loss") / run.total("count"),
+                epsilon=epsilon(config, replay.steps),
+            )
+            player.reset_score()
+
+        run.save_arrays("game", frames=record_episode(agent.actor, evaluator, config.test_epsilon))
+        best = max(row["score"] for row in run.metrics)
+        last = {name: run.last[name] for name in ("score", "mean_q")}
+        return run.finish({"best_score": best, **last, "random_score": baseline.score})
+
+
+@contextmanager
+def replay_file(run: Run) -> Iterator[Path]:
+    """Provide the path of the replay file, and delete the file if the run has a result.
+
+    The result may be from an earlier process, killed before it deleted the file.
+    """
+    path = run.folder / "replay.bin"
+    try:
+        yield path
+    finally:
+        if (run.folder / "result.json").exists():
+            path.unlink(missing_ok=True)
+
+
+class Agent:
+    """The online network, which also acts, and the target network.
+
+    Note [weight norm in the optimizer]
+        Weights are read far more often than they change: by every action and every target. So the
+        networks have plain weights, and `WeightNormOptimizer` trains v and g. An action costs the
+        same with weight norm as without, and nothing has to be copied for it.
+
+    With batch norm a copy in evaluation mode acts, with the running averages. The values themselves
+    are not normalized: their scale would be that of batch norm's γ, which starts small and follows
+    the targets by one learning rate per update.
+    """
+
+    def __init__(self, config: Config, game: Game, device: torch.device) -> None:
+        self.config, self.device = config, device
+        how = config.parameterization
+        plain = Parameterization.STANDARD if how.normalizes_weights else how
+        wrap = partial(parameterize, how=plain)
+        output = partial(parameterize, how=Parameterization.STANDARD)
+        self.model = QNetwork(
+            wrap, game.actions, output=output, shape=game.shape, width=config.width
+        ).to(device)
+        self.target = frozen_copy(self.model)
+        self.actor = frozen_copy(self.model) if how.uses_batch else self.model
+        options: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.5, 0.999)}
+        self.optimizer: torch.optim.Optimizer
+        if how.normalizes_weights:
+            self.optimizer = WeightNormOptimizer(self.model, torch.optim.Adamax, **options)
+            # As in section 3, initialization changes g and leaves v as drawn. A loaded state
+            # sets ‖v‖; otherwise it would be that of the weights at the first update.
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+        else:
+            self.optimizer = torch.optim.Adamax(self.model.parameters(), **options)
+        self.networks: tuple[Any, Any] = self.model, self.target
+        if config.compile:
+            self.networks = torch.compile(self.model), torch.compile(self.target)
+
+    def initialize(self, states: Tensor) -> InitReport:
+        """Apply data-dependent initialization and update both copies."""
+        states = states.to(self.device)
+        target_std = {str(len(self.model) - 1): self.config.value_std}
+        report = data_dependent_init(self.model, states, target_std=target_std)
+        # The copies use running statistics, and have to start as the same function.
+        update_running_means([states], self.model)
+        self.update_actor()
+        self.update_target()
+        return report
+
+    def update_actor(self) -> None:
+        """Copy the online network's weights to the actor, if that is another network."""
+        if self.actor is not self.model:
+            self.actor.load_state_dict(self.model.state_dict())
+
+    def update_target(self) -> None:
+        """Copy the online network's weights to the target network."""
+        self.target.load_state_dict(self.model.state_dict())
+
+    @torch.no_grad()
+    def max_q(self, states: Tensor) -> Tensor:
+        """Return max Q(s, ·) of each state."""
+        values: Tensor = self.actor(states.to(self.device)).amax(1)
+        return values
+
+    def update(self, batch: Transitions) -> Tensor:
+        """Take one optimizer step and return the loss, summed over the batch."""
+        batch, (model, target) = batch.to(self.device), self.networks
+        with autocast(self.device, self.config.precision):
+            with torch.no_grad():
+                next_q = target(batch.next_states).float()
+            values = model(batch.states).float()
+        targets = td_targets(batch.rewards, batch.terminal, next_q, self.config.discount)
+        q = values.gather(1, batch.actions[:, None]).squeeze(1)
+        loss = F.huber_loss(q, targets, reduction="sum")  # gradient: the error, clipped to ±1
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.update_actor()
+        return loss.detach()
+
+
+def train_step(
+    agent: Agent,
+    player: Player,
+    replay: ReplayBuffer,
+    baseline: InitialBaseline,
+    record: Callable[[InitReport], None] = lambda report: None,
+) -> Tensor | None:
+    """Act, store the transition, and update the networks when due. Return the loss of an update.
+
+    `record` gets the report of data-dependent initialization, before the first update.
+    """
+    config, loss = agent.config, None
+    action = epsilon_greedy(
+        agent.actor, replay.state, epsilon(config, replay.steps), player.game.actions
+    )
+    step = player.step(action)
+    reward = min(max(step.reward, -1), 1)
+    replay.append_transition(action, reward, terminal=step.over or step.life_lost)
+    replay.append_frame(step.frame)
+    if replay.steps < config.replay_start:
+        return None
+    if replay.steps == config.replay_start:
+        baseline.states = replay.sample(config.init_states).states.clone()
+        baseline.score = player.score
+        player.reset_score()
+        record(agent.initialize(baseline.states))
+    elif replay.steps % config.update_every == 0:
+        loss = agent.update(replay.sample(config.batch_size))
+    if replay.steps % config.sync_every == 0:
+        agent.update_target()
+    return loss
+
+
+def td_targets(rewards: Tensor, terminal: Tensor, next_q: Tensor, discount: float) -> Tensor:
+    """Return r + γ·max Q(s′, ·), or r where the life ended.
+
+    >>> td_targets(torch.ones(2), torch.tensor([0.0, 1.0]), torch.tensor([[1.0, 3.0]] * 2), 0.5)
+    tensor([2.5000, 1.0000])
+    """
+    return rewards + discount * (1 - terminal) * next_q.amax(1)
+
+
+def epsilon(config: Config, step: int) -> float:
+    """Return ε at a step: 1 until the first update, then falling linearly."""
+    fraction = (step - config.replay_start) / config.epsilon_steps
+    return 1 - (1 - config.epsilon_end) * min(max(fraction, 0.0), 1.0)
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """Return a copy in evaluation mode that is not trained."""
+    return deepcopy(model).eval().requires_grad_(False)
+
+
+def record_episode(actor: nn.Module, evaluator: Evaluator, epsilon: float) -> Tensor:
+    """Return the screens of the first steps of a game: (steps, height, width, 3)."""
+    evaluator.start()
+    screens = [torch.from_numpy(evaluator.game.render())]
+    while len(screens) < RECORDED_STEPS and not evaluator.games:
+        evaluator.play_step(actor, epsilon)
+        screens.append(torch.from_numpy(evaluator.game.render()))
+    return torch.stack(screens)

@@ -1,1 +1,0 @@
-"""The paper's experiments, one file each. Seeding, timing and records are in `lab.runs`."""

@@ -1,0 +1,359 @@
+"""Experiment 5: a byte-level language model, with and without weight norm in the optimizer.
+
+Not in the paper: its question, whether training length and direction separately is faster, asked of
+a transformer. AdamW and Muon train the matrices of the blocks, plain or weight-normalized; Adam on
+matrices of fixed norm (Hyperball) is the third. AdamW trains everything else in all of them. See
+docs/experiments/language.md for the results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from math import log
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from weightnorm import Parameterization, WeightNormOptimizer, functional
+from weightnorm.diagnostics import direction_angle, weight_rows
+from weightnorm.lab.data import torch_source
+from weightnorm.lab.data.torch_source import Corpus
+from weightnorm.lab.errors import ConfigError, require
+from weightnorm.lab.models.transformer import Transformer
+from weightnorm.lab.records import RunRecord, read_json, write_json
+from weightnorm.lab.run import Run
+from weightnorm.lab.runs.config import RunConfig
+from weightnorm.lab.runs.environment import autocast
+from weightnorm.lab.runs.validation import COUNT, NONNEGATIVE, POSITIVE, SEVERAL, Limits
+
+NAME = "language"
+TITLE = "Transformer with weight norm in its optimizer (not in the paper)"
+METRIC = "train_bits_per_byte"
+"""Selects the best learning rate of a sweep, lower is better. Held-out text has no part in it."""
+RESULTS = ("train_bits_per_byte", "test_bits_per_byte", "trigram_bits_per_byte")
+"""Metrics of every result: those that `sweep --metric` accepts."""
+COMPARED = (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
+AXES = {"optimizers": "optimizer"}
+"""Flags of `sweep` for fields that may have several values."""
+
+
+def leaves_out(fields: dict[str, Any]) -> bool:
+    """Whether a sweep has no run with these fields: hyperball fixes the norm of the weights."""
+    standard = not fields["parameterization"].normalizes_weights
+    return standard and fields["optimizer"] == "hyperball"
+
+
+@dataclass(frozen=True)
+class Config(RunConfig):
+    """Train a byte-level transformer on the Python source of the installed torch package."""
+
+    parameterization: Parameterization = Parameterization.WEIGHT_NORM
+    """Only standard and weight-norm apply to this model."""
+    preset: Literal["cpu", "demo"] = "cpu"
+    """Defaults of the other fields: 15 to 30 minutes on one core, or a minute."""
+    optimizer: Literal["adamw", "muon", "hyperball"] = "adamw"
+    """Optimizer of the blocks' matrices. hyperball is Adam on matrices of fixed norm."""
+    epochs: int = 10
+    """Evaluations: one after every `steps` steps."""
+    steps: int = 100
+    """Training steps between evaluations."""
+    batch_size: int = 16
+    """Texts per step, over all ranks."""
+    context: int = 256
+    """Bytes of a text."""
+    width: int = 192
+    """Units of the residual stream."""
+    depth: int = 4
+    """Transformer blocks."""
+    heads: int = 6
+    """Attention heads."""
+    other_learning_rate: float = 0.003
+    """Initial step size of embeddings, gains and the output layer."""
+    length_learning_rate: float | None = None
+    """Initial step size of g; by default 0.005 under adamw and 0.1 under muon."""
+    weight_decay: float | None = None
+    """Decoupled weight decay of the blocks' matrices; by default 0.1, with weight norm 0."""
+    initial_g: Literal["norm", "one"] = "norm"
+    """Initial g of weight norm: ‖w‖ of the initial weights, which keeps them, or 1."""
+    retract: bool = False
+    """Restore ‖v‖ after every step, so that it does not grow."""
+    warmup: float = 0.05
+    """Fraction of the steps in which the learning rate rises; afterwards it falls linearly to 0."""
+    eval_texts: int = 256
+    """Held-out texts for each evaluation."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the network (autocast); parameters are float32."""
+
+    FOLDER_FIELDS: ClassVar[tuple[str, ...]] = ("optimizer", "parameterization")
+
+    LIMITS: ClassVar[dict[str, Limits]] = {
+        **RunConfig.LIMITS,
+        **dict.fromkeys(("epochs", "steps", "batch_size", "width", "depth", "heads"), COUNT),
+        **dict.fromkeys(("other_learning_rate", "length_learning_rate"), POSITIVE),
+        "context": SEVERAL,
+        "eval_texts": COUNT,
+        "weight_decay": NONNEGATIVE,
+        "warmup": Limits(0, 1),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        how, normalizes = self.parameterization, self.parameterization.normalizes_weights
+        require(how in COMPARED, "parameterization", how, " or ".join(map(str, COMPARED)))
+        require(not leaves_out(vars(self)), "parameterization", how,
+                "weight-norm: hyperball fixes the norm of the weights")  # fmt: skip
+        require(normalizes or not self.retract, "retract", True, "False without weight norm")
+        # Without effect there: runs with other values would be copies.
+        if not normalizes or self.optimizer == "hyperball":
+            object.__setattr__(self, "length_learning_rate", None)
+            object.__setattr__(self, "initial_g", "norm")
+        if self.optimizer == "hyperball":
+            object.__setattr__(self, "weight_decay", None)
+            object.__setattr__(self, "retract", False)
+        divides = self.width % self.heads == 0 and self.width // self.heads % 2 == 0
+        expected = f"a divisor of {self.width} with heads of an even size"
+        require(divides, "heads", self.heads, expected)
+
+
+CPU = Config(preset="cpu", learning_rate=0.002)
+PRESETS = {
+    "cpu": CPU,
+    "demo": replace(
+        CPU,
+        preset="demo",
+        batch_size=8,
+        context=128,
+        width=96,
+        depth=2,
+        eval_texts=64,
+    ),
+}
+SIZES = {
+    "cpu": ("1.9 million parameters", "1,000 steps", "one core, 15 to 30 minutes"),
+    "demo": ("0.3 million parameters", "1,000 steps", "a minute"),
+}
+LEARNING_RATES = {preset: dict.fromkeys(COMPARED, 0.002) for preset in PRESETS}
+RATES = {
+    ("adamw", Parameterization.STANDARD): 0.005,
+    ("adamw", Parameterization.WEIGHT_NORM): 0.005,
+    ("muon", Parameterization.STANDARD): 0.02,
+    ("muon", Parameterization.WEIGHT_NORM): 0.05,
+    ("hyperball", Parameterization.WEIGHT_NORM): 0.01,
+}
+LENGTH_RATES = {"adamw": 0.005, "muon": 0.1, "hyperball": 0.0}  # hyperball has no g to train
+
+
+def default_learning_rate(config: Config) -> float:
+    """Return the learning rate for a config's optimizer and parameterization."""
+    return RATES[config.optimizer, config.parameterization]
+
+
+def run(config: Config, console: Console | None = None, corpus: Corpus | None = None) -> RunRecord:
+    """Train and evaluate one transformer, and return its record. `corpus` replaces torch's
+    source."""
+    with Run(NAME, config, PRESETS, console, RESULTS) as run:
+        if (record := run.finished) is not None:
+            return record
+        corpus = torch_source.load() if corpus is None else corpus
+        check_size(corpus, config)
+        record_corpus(corpus, run)
+        train, test = corpus.train.to(run.device), held_out(corpus, config).to(run.device)
+
+        model = Transformer(config.width, config.depth, config.heads, config.context).to(run.device)
+        network: Any = torch.compile(model) if config.compile else model
+        optimizers = build_optimizers(model, config)
+        bases = [group["lr"] for group in groups_of(optimizers)]
+        named = {f"optimizer{i}": optimizer for i, optimizer in enumerate(optimizers)}
+        run.restore(model=model, **named)
+
+        for epoch in run.epochs(config.epochs):
+            for step in run.steps(config.steps):
+                factor = schedule(epoch * config.steps + step, config)
+                for group, base in zip(groups_of(optimizers), bases, strict=True):
+                    group["lr"] = base * factor
+                run.batch = config.batch_size
+                texts = sample(train, epoch * config.steps + step, config, run)  # (B, T + 1)
+                with autocast(run.device, config.precision):
+                    loss = loss_of(network, texts, "sum") / (run.batch * config.context)
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                loss.backward()
+                run.ranks.sum_gradients(model)
+                before = weight_rows(model.blocks) if step + 1 == config.steps else {}
+                for optimizer in optimizers:
+                    optimizer.step()
+                run.add(nats=loss * run.batch, count=len(texts))
+            run.log(
+                train_bits_per_byte=run.total("nats") / run.total("count") / log(2),
+                test_bits_per_byte=evaluate(network, test, config, run),
+                learning_rate=bases[0] * factor,
+                **mean_norms(model, optimizers[0], before),
+            )
+        trigram = torch_source.trigram_bits_per_byte(corpus)  # of all held-out text
+        return run.finish({name: run.last.get(name, trigram) for name in RESULTS})
+
+
+def build_optimizers(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of all parameters, that of the blocks' matrices first."""
+    matrices = [m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear)]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    others = partial(torch.optim.AdamW, lr=config.other_learning_rate, weight_decay=0.0)
+    rate, decay = config.learning_rate, config.weight_decay
+    if decay is None:
+        decay = 0.0 if config.parameterization.normalizes_weights else 0.1
+    adam: dict[str, Any] = {"lr": rate, "betas": (0.9, 0.95)}
+    if not config.parameterization.normalizes_weights:
+        if config.optimizer == "muon":
+            return [torch.optim.Muon(matrices, lr=rate, weight_decay=decay), others(rest)]
+        return [torch.optim.AdamW(matrices, weight_decay=decay, **adam), others(rest)]
+    if config.initial_g == "one":
+        with torch.no_grad():
+            for w in matrices:
+                w.div_(functional.norm(w))
+    length_rate = config.length_learning_rate or LENGTH_RATES[config.optimizer]
+    lengths = partial(torch.optim.AdamW, **{**adam, "lr": length_rate}, weight_decay=0.0)
+    normalize = partial(WeightNormOptimizer, model, where=in_blocks, others=others)
+    if config.optimizer == "hyperball":
+        return [
+            normalize(
+                torch.optim.Adam,
+                **adam,
+                dim=None,
+                train_g=False,
+                retract=True,
+                project=False,
+                normalize_update=True,
+            )
+        ]
+    inner, options = (
+        (torch.optim.Muon, {"lr": rate})
+        if config.optimizer == "muon"
+        else (torch.optim.AdamW, adam)
+    )
+    return [
+        normalize(
+            inner,
+            **options,
+            weight_decay=decay,
+            weight_decay_on="w",
+            lengths=lengths,
+            retract=config.retract,
+        )
+    ]
+
+
+def in_blocks(name: str, module: nn.Module) -> bool:
+    """Whether a layer is a matrix of a block: embedding and output layer are left plain."""
+    return name.startswith("blocks.")
+
+
+def groups_of(optimizers: list[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def schedule(step: int, config: Config) -> float:
+    """Return the factor of the learning rates at a step: linear to 1, then linear to 0.
+
+    >>> [schedule(step, Config(epochs=2, steps=5, warmup=0.2)) for step in (0, 1, 2, 9)]
+    [0.5, 1.0, 1.0, 0.125]
+    """
+    total = config.epochs * config.steps
+    warmup = round(config.warmup * total)
+    if step < warmup:
+        return (step + 1) / warmup
+    return (total - step) / max(total - warmup, 1)
+
+
+def sample(train: Tensor, step: int, config: Config, run: Run) -> Tensor:
+    """Return this rank's texts of a step, one byte longer than the context: (B, context + 1)."""
+    generator = torch.Generator().manual_seed((config.seed * 1_000_003 + step) % 2**63)
+    last = len(train) - config.context
+    starts = torch.randint(last, (config.batch_size,), generator=generator).to(train.device)
+    return windows(train, run.ranks.share(starts), config.context)
+
+
+def windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
+    """Return text[start : start + context + 1] of every start."""
+    return text[starts[:, None] + torch.arange(context + 1, device=text.device)]
+
+
+def loss_of(network: Any, texts: Tensor, reduction: str) -> Tensor:
+    """Cross-entropy of each byte given those before it, in nats."""
+    logits = network(texts[:, :-1]).float()
+    return F.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten().long(), reduction=reduction)
+
+
+def held_out(corpus: Corpus, config: Config) -> Tensor:
+    """Return held-out texts at equal distances: (eval_texts, context + 1)."""
+    last = len(corpus.test) - config.context - 1
+    starts = torch.linspace(0, last, config.eval_texts).long()
+    return windows(corpus.test, starts, config.context)
+
+
+@torch.no_grad()
+def evaluate(network: Any, texts: Tensor, config: Config, run: Run) -> float:
+    """Return bits per byte of held-out texts, computed by all ranks."""
+    batches = run.ranks.share(texts).split(config.batch_size)
+    with autocast(run.device, config.precision):
+        sums = [loss_of(network, batch, "sum") for batch in batches]
+    total = torch.stack(sums).double().sum() if sums else texts.new_zeros((), dtype=torch.float64)
+    nats = run.ranks.sum(total.cpu(), "the loss of held-out text").item()
+    return nats / (len(texts) * config.context) / log(2)
+
+
+@torch.no_grad()
+def mean_norms(
+    model: Transformer, optimizer: torch.optim.Optimizer, before: dict[str, Tensor]
+) -> dict[str, float]:
+    """Return means over the units of the blocks' matrices: ‖w‖, the angle of the last step in
+    radians, and for weight norm ‖v‖ and g/‖v‖."""
+    norms = torch.cat([w.norm(dim=1) for w in weight_rows(model.blocks).values()])
+    angles = torch.cat([*direction_angle(model.blocks, before).values()])
+    means = {"w_norm": norms.mean().item(), "step_angle": angles.mean().item()}
+    if isinstance(optimizer, WeightNormOptimizer):
+        parts = optimizer.parts().values()
+        v_norm = [v.norm() if g.ndim == 0 else v.norm(dim=1, keepdim=True) for v, g in parts]
+        ratio = [(g.abs() / n).flatten() for (_, g), n in zip(parts, v_norm, strict=True)]
+        means["v_norm"] = torch.cat([n.flatten() for n in v_norm]).mean().item()
+        means["effective_step"] = torch.cat(ratio).mean().item()
+    return means
+
+
+def check_size(corpus: Corpus, config: Config) -> None:
+    """Raise a ConfigError if the corpus is too short for the config."""
+    shortest = min(len(corpus.train), len(corpus.test))
+    require(config.context < shortest - 1, "context", config.context,
+            f"at most {shortest - 2}: the corpus has {len(corpus.train):,} bytes to train on and "
+            f"{len(corpus.test):,} held out")  # fmt: skip
+
+
+def record_corpus(corpus: Corpus, run: Run) -> None:
+    """Record which text the run is trained on, and refuse to resume it on another one."""
+    facts = {
+        "sha256": corpus.digest,
+        "torch": corpus.version,
+        "train_bytes": len(corpus.train),
+        "test_bytes": len(corpus.test),
+    }
+    path = run.folder / "corpus.json"
+    if run.ranks.first and not path.exists():
+        write_json(path, facts)
+    run.ranks.gather(None, "the record of the corpus")
+    known = read_json(path)
+    if known != facts and known.get("torch") == facts["torch"]:
+        raise ConfigError(
+            f"{run.folder} was started with other files of torch {corpus.version}: SHA-256 "
+            f"{known.get('sha256')}, now {corpus.digest}. Resume it with the same installation, or "
+            "choose another --runs folder"
+        )
+    if known != facts:
+        raise ConfigError(
+            f"{run.folder} was started with the source of torch {known.get('torch')}; this is "
+            f"{corpus.version}, which is another text. Resume it with that version, or choose "
+            "another --runs folder"
+        )

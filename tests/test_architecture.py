@@ -17,8 +17,9 @@ LAYERS = [
     "reparam", "output_sums", "mean_only", "data_init", "robust_init", "state_dicts",
     "in_place", "units", "optimizer_state", "optimizer", "parameterizations", "diagnostics",
     "lab.errors", "lab.files", "lab.malloc", "lab.data", "lab.models", "lab.records", "lab.runs",
-    "lab.run", "lab.rl", "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language",
-    "lab.sweeps", "lab.statistics", "lab.interleaved", "lab.pool", "lab.claims", "lab.bench",
+    "lab.run", "lab.atari", "lab.replay_buffer", "lab.classify", "lab.vae", "lab.draw", "lab.dqn",
+    "lab.language", "lab.sweeps", "lab.statistics", "lab.interleaved", "lab.pool", "lab.claims",
+    "lab.bench",
     "lab.reports", "lab.safetensors_writer", "lab.checkpoint_files", "lab.cli",
 ]  # fmt: skip
 OUTSIDE = {"library": {"torch"}, "lab": {

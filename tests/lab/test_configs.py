@@ -15,9 +15,9 @@ from torch import nn
 
 from weightnorm import Parameterization, parameterize
 from weightnorm.lab import classify, dqn, draw, language, vae
+from weightnorm.lab.dqn import QNetwork
 from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
-from weightnorm.lab.models.q_network import QNetwork
 from weightnorm.lab.runs.config import RunConfig, folder
 from weightnorm.lab.runs.validation import Limits, validate
 
@@ -109,7 +109,7 @@ def test_smallest_width_has_a_unit_in_every_layer(module):
     if module is classify:
         models = [ConvPoolCNN(standard, width=width)]
     elif module is dqn:
-        models = [QNetwork(standard, 4, width=width)]
+        models = [QNetwork(4, width=width)]
     else:
         presets = (vae.PRESETS["cpu"], vae.PRESETS["cpu cifar10"])
         models = [vae.build(replace(preset, width=width), 28) for preset in presets]

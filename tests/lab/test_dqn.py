@@ -11,12 +11,10 @@ from torch import nn
 
 from weightnorm import WeightNormOptimizer, parts, remove_weight_norm, weight_norm_model
 from weightnorm.lab import dqn
-from weightnorm.lab.dqn import Agent, epsilon, td_targets
+from weightnorm.lab.atari import Step
+from weightnorm.lab.dqn import Agent, Player, epsilon, epsilon_greedy, td_targets
 from weightnorm.lab.errors import ConfigError, DataError, Diverged
-from weightnorm.lab.rl import episodes
-from weightnorm.lab.rl.atari import Step
-from weightnorm.lab.rl.episodes import Player, epsilon_greedy
-from weightnorm.lab.rl.replay_buffer import ReplayBuffer, Transitions
+from weightnorm.lab.replay_buffer import ReplayBuffer, Transitions
 from weightnorm.lab.runs.config import folder
 
 SIDE = 36
@@ -278,7 +276,7 @@ def test_schedule_of_updates_target_copies_and_epsilon(config, monkeypatch):
     assert synced == [15, 20, 30, 40]
     assert epsilons[:16] == [1.0] * 16
     assert epsilons[16:26] == pytest.approx([0.91 - 0.09 * i for i in range(10)])
-    assert epsilons[26:] == pytest.approx([0.1] * 14)
+    assert epsilons[26:40] == pytest.approx([0.1] * 14)
 
 
 class Lives(Corridor):
@@ -315,7 +313,7 @@ def test_lost_life_is_terminal_in_training_only(config, monkeypatch):
 
 
 def test_unfinished_game_is_scored_only_if_there_is_no_finished_one():
-    evaluator = episodes.Evaluator(Lives())
+    evaluator = dqn.Evaluator(Lives())
     evaluator.start()
     actor = nn.Sequential(nn.Flatten(), nn.Linear(4 * SIDE * SIDE, 2))
     for _ in range(5):
@@ -329,7 +327,7 @@ def test_unfinished_game_is_scored_only_if_there_is_no_finished_one():
 
 
 def test_evaluators_state_is_the_last_four_frames_of_the_game():
-    evaluator = episodes.Evaluator(Lives())
+    evaluator = dqn.Evaluator(Lives())
     evaluator.start()
     actor = nn.Sequential(nn.Flatten(), nn.Linear(4 * SIDE * SIDE, 2))
     seen = [evaluator.frames[0, :, 0, 20].tolist()]

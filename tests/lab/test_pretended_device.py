@@ -12,7 +12,7 @@ from pretended_device import DEVICE, failures
 from weightnorm import Parameterization
 from weightnorm.lab import classify, dqn, draw, vae
 from weightnorm.lab.data.labelled import Labelled
-from weightnorm.lab.rl.replay_buffer import Transitions
+from weightnorm.lab.replay_buffer import Transitions
 from weightnorm.lab.run import Run
 from weightnorm.lab.runs.ranks import Ranks
 

@@ -8,14 +8,14 @@ See docs/experiments/dqn.md for the deviations from the paper and the results.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,16 +30,16 @@ from weightnorm import (
     parameterize,
     update_running_means,
 )
+from weightnorm.lab.atari import Atari, Game, Pixels, Step, rom_paths
 from weightnorm.lab.errors import require
-from weightnorm.lab.models.q_network import QNetwork
 from weightnorm.lab.records import RunRecord
-from weightnorm.lab.rl.atari import Atari, Game, rom_paths
-from weightnorm.lab.rl.episodes import Evaluator, InitialBaseline, Player, epsilon_greedy
-from weightnorm.lab.rl.replay_buffer import ReplayBuffer, Transitions
+from weightnorm.lab.replay_buffer import ReplayBuffer, Transitions
 from weightnorm.lab.run import Run
 from weightnorm.lab.runs.config import RunConfig
 from weightnorm.lab.runs.environment import autocast
 from weightnorm.lab.runs.validation import COUNT, POSITIVE, PROBABILITY, SEVERAL, Limits
+
+Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
 
 NAME = "dqn"
 TITLE = "deep Q-networks on Atari games (section 5.4)"
@@ -56,6 +56,8 @@ COMPARED = (
 )
 RESULTS = ("best_score", "score", "mean_q", "random_score")
 """Metrics of every result: those that `sweep --metric` accepts."""
+HISTORY = 4
+"""Frames in a state (Mnih et al. 2015)."""
 RECORDED_STEPS = 150
 """Steps of the last agent's play that are stored as pictures."""
 
@@ -175,6 +177,73 @@ def default_learning_rate(config: Config) -> float:
     return LEARNING_RATES[config.preset][config.parameterization]
 
 
+# — the network —
+
+
+class QNetwork(nn.Sequential):
+    """Three convolutions, a layer of 512 units, a value for each action; ReLU between.
+
+    The network of Mnih et al. (2015), initialized as in section 3: v ~ N(0, 0.05²). With batch norm
+    the values themselves are not normalized: their scale would be that of batch norm's γ, which
+    starts small and follows the targets by one learning rate per update.
+    """
+
+    def __init__(
+        self,
+        actions: int,
+        shape: tuple[int, int] = (84, 84),
+        *,
+        how: Parameterization = Parameterization.STANDARD,
+        width: float = 1.0,
+    ) -> None:
+        first, second, third, hidden = (round(n * width) for n in (32, 64, 64, 512))
+        inputs = third * convolved(shape[0]) * convolved(shape[1])
+
+        def initialized(layer: Layer) -> Layer:
+            nn.init.normal_(layer.weight, std=0.05)
+            return layer
+
+        def layer(plain: Layer) -> nn.Module:
+            return parameterize(initialized(plain), how)
+
+        super().__init__(
+            ScaledPixels(),  # (B, 4, 84, 84)
+            layer(nn.Conv2d(HISTORY, first, 8, 4)),  # (B, 32, 20, 20)
+            nn.ReLU(True),
+            layer(nn.Conv2d(first, second, 4, 2)),  # (B, 64, 9, 9)
+            nn.ReLU(True),
+            layer(nn.Conv2d(second, third, 3, 1)),  # (B, 64, 7, 7)
+            nn.ReLU(True),
+            nn.Flatten(),
+            layer(nn.Linear(inputs, hidden)),  # (B, 512)
+            nn.ReLU(True),
+            initialized(nn.Linear(hidden, actions)),
+        )
+        self.to(memory_format=torch.channels_last)  # type: ignore
+
+
+class ScaledPixels(nn.Module):
+    """Scales uint8 pixels to [0, 1], in channels-last layout, where convolutions are fastest."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x.to(torch.float32, copy=True, memory_format=torch.channels_last)
+        return scaled.mul_(1 / 255)
+
+
+def convolved(side: int) -> int:
+    """Return the height (or width) of the convolutions' output.
+
+    >>> convolved(84)
+    7
+    """
+    for kernel, stride in ((8, 4), (4, 2), (3, 1)):
+        side = (side - kernel) // stride + 1
+    return side
+
+
+# — training —
+
+
 def run(
     config: Config, console: Console | None = None, game: Callable[[str], Game] = Atari
 ) -> RunRecord:
@@ -243,20 +312,14 @@ class Agent:
         networks have plain weights, and `WeightNormOptimizer` trains v and g. An action costs the
         same with weight norm as without, and nothing has to be copied for it.
 
-    With batch norm a copy in evaluation mode acts, with the running averages. The values themselves
-    are not normalized: their scale would be that of batch norm's γ, which starts small and follows
-    the targets by one learning rate per update.
+    With batch norm a copy in evaluation mode acts, with the running averages.
     """
 
     def __init__(self, config: Config, game: Game, device: torch.device) -> None:
         self.config, self.device = config, device
         how = config.parameterization
         plain = Parameterization.STANDARD if how.normalizes_weights else how
-        wrap = partial(parameterize, how=plain)
-        output = partial(parameterize, how=Parameterization.STANDARD)
-        self.model = QNetwork(
-            wrap, game.actions, output=output, shape=game.shape, width=config.width
-        ).to(device)
+        self.model = QNetwork(game.actions, game.shape, how=plain, width=config.width).to(device)
         self.target = frozen_copy(self.model)
         self.actor = frozen_copy(self.model) if how.uses_batch else self.model
         options: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.5, 0.999)}
@@ -363,9 +426,109 @@ def epsilon(config: Config, step: int) -> float:
     return 1 - (1 - config.epsilon_end) * min(max(fraction, 0.0), 1.0)
 
 
+@torch.no_grad()
+def epsilon_greedy(
+    actor: nn.Module, state: Callable[[], Tensor], epsilon: float, actions: int
+) -> int:
+    """Return a random action with probability ε, else the action of the highest value."""
+    if torch.rand(()).item() < epsilon:
+        return int(torch.randint(actions, ()))
+    device = next(actor.parameters()).device
+    return int(actor(state().to(device)).argmax())
+
+
 def frozen_copy(model: nn.Module) -> nn.Module:
     """Return a copy in evaluation mode that is not trained."""
     return deepcopy(model).eval().requires_grad_(False)
+
+
+# — episodes —
+
+
+class Player:
+    """Plays episodes one after the other and accumulates their returns."""
+
+    def __init__(self, game: Game) -> None:
+        self.game = game
+        self.total, self.games, self.current = 0.0, 0, 0.0
+
+    def reset(self) -> Pixels:
+        """Start a new episode and return its first frame."""
+        self.current = 0.0
+        return self.game.reset()
+
+    def step(self, action: int) -> Step:
+        """Take an action. At the end of an episode the frame is the first of the next one."""
+        step = self.game.step(action)
+        self.current += step.reward
+        if not step.over:
+            return step
+        self.total += self.current
+        self.games += 1
+        return step._replace(frame=self.reset())
+
+    def reset_score(self) -> None:
+        """Forget the returns of the finished episodes."""
+        self.total, self.games = 0.0, 0
+
+    @property
+    def score(self) -> float:
+        """Mean return of the finished episodes; before the first has ended, its return so far."""
+        return self.total / self.games if self.games else self.current
+
+    def state_dict(self) -> dict[str, Any]:
+        returns = {"total": self.total, "games": self.games, "current": self.current}
+        return {"game": self.game.state_dict(), **returns}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.game.load_state_dict(state["game"])
+        self.total, self.games, self.current = state["total"], state["games"], state["current"]
+
+
+class Evaluator(Player):
+    """Plays whole games with a fixed policy: a lost life does not end an episode."""
+
+    def __init__(self, game: Game) -> None:
+        super().__init__(game)
+        self.frames = torch.zeros(1, HISTORY, *game.shape, dtype=torch.uint8)
+
+    def start(self) -> None:
+        """Start the first game of an evaluation."""
+        self.reset_score()
+        self._append_frame(self.reset(), first=True)
+
+    def play_step(self, actor: nn.Module, epsilon: float) -> None:
+        """Play one ε-greedy step."""
+        step = self.step(epsilon_greedy(actor, lambda: self.frames, epsilon, self.game.actions))
+        self._append_frame(step.frame, first=step.over)
+
+    def _append_frame(self, frame: Pixels, first: bool) -> None:
+        earlier = torch.zeros_like(self.frames) if first else self.frames
+        self.frames = torch.cat([earlier[:, 1:], torch.from_numpy(frame)[None, None]], 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "frames": self.frames}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.frames = state["frames"]
+
+
+class InitialBaseline:
+    """Measurements before the first update, as a baseline of the agent.
+
+    The score of random play, and the states whose mean value is recorded after each epoch.
+    """
+
+    def __init__(self) -> None:
+        self.score = math.nan
+        self.states = torch.empty(0, dtype=torch.uint8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"score": self.score, "states": self.states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.score, self.states = state["score"], state["states"]
 
 
 def record_episode(actor: nn.Module, evaluator: Evaluator, epsilon: float) -> Tensor:

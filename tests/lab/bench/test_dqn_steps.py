@@ -12,14 +12,14 @@ import torch
 
 from weightnorm import Parameterization, normalized_weights
 from weightnorm.lab import dqn
+from weightnorm.lab.atari import Atari
 from weightnorm.lab.bench.benchmark import Settings
 from weightnorm.lab.bench.cases import dqn_steps
 from weightnorm.lab.bench.cases.dqn_steps import BFLOAT16, STANDARD, TORCH, TorchAgent
 from weightnorm.lab.bench.peers import OURS
 from weightnorm.lab.bench.processes import in_processes
 from weightnorm.lab.bench.statistics import Rounds
-from weightnorm.lab.rl.atari import Atari
-from weightnorm.lab.rl.replay_buffer import Transitions
+from weightnorm.lab.replay_buffer import Transitions
 
 
 def test_torch_agent_learns_the_same_as_ours():

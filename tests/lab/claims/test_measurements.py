@@ -11,7 +11,7 @@ from weightnorm.lab.claims import cost, covariance, noise, norm_growth, reinforc
 from weightnorm.lab.claims.context import WRAPS, Context, downsampled
 from weightnorm.lab.claims.runner import latest_rows, measure
 from weightnorm.lab.errors import RunError
-from weightnorm.lab.rl.replay_buffer import Transitions
+from weightnorm.lab.replay_buffer import Transitions
 
 CONTEXT = Context(quick=True, seeds=(1,))
 

@@ -1,17 +1,15 @@
 """DQN's network: layers, parameter counts, three parameterizations."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 
-from weightnorm import parameterize
-from weightnorm.lab.models.q_network import QNetwork
+from weightnorm import Parameterization
+from weightnorm.lab.dqn import QNetwork
 
 
 def build(how="standard", actions=6, **options):
-    return QNetwork(partial(parameterize, how=how), actions, **options)
+    return QNetwork(actions, how=Parameterization(how), **options)
 
 
 def frames(count, side=84):

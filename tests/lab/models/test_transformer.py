@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from weightnorm import weight_norm_model
-from weightnorm.lab.models.transformer import Transformer, rotate, rotations
+from weightnorm.lab.language import Transformer, rotate, rotations
 
 
 def small(**options):

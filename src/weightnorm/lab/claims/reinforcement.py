@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weightnorm import Parameterization
 from weightnorm.lab import dqn
+from weightnorm.lab.atari import Atari
 from weightnorm.lab.claims.claim import (
     FAILS,
     HOLDS,
@@ -25,8 +26,7 @@ from weightnorm.lab.claims.claim import (
     series,
 )
 from weightnorm.lab.claims.context import Context
-from weightnorm.lab.rl.atari import Atari
-from weightnorm.lab.rl.replay_buffer import ReplayBuffer, Transitions
+from weightnorm.lab.replay_buffer import ReplayBuffer, Transitions
 from weightnorm.lab.statistics import Interval, mean_interval
 
 GAME = "space-invaders"

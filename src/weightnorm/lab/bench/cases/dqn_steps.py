@@ -26,16 +26,15 @@ from torch.nn.utils import parametrizations
 
 from weightnorm import Parameterization
 from weightnorm.lab import dqn
+from weightnorm.lab.atari import Atari, Game
 from weightnorm.lab.bench.benchmark import Benchmark, Case, Settings, Summary
 from weightnorm.lab.bench.goals import AtMost
 from weightnorm.lab.bench.machine import instruction_sets
 from weightnorm.lab.bench.peers import OURS, PARAMETRIZATION
 from weightnorm.lab.bench.processes import Step, in_processes
-from weightnorm.lab.dqn import Agent, Config, train_step
+from weightnorm.lab.dqn import Agent, Config, InitialBaseline, Player, train_step
 from weightnorm.lab.malloc import keep_freed_memory
-from weightnorm.lab.rl.atari import Atari, Game
-from weightnorm.lab.rl.episodes import InitialBaseline, Player
-from weightnorm.lab.rl.replay_buffer import ReplayBuffer
+from weightnorm.lab.replay_buffer import ReplayBuffer
 
 STANDARD, BFLOAT16 = "standard", "standard, bfloat16"
 TORCH = PARAMETRIZATION

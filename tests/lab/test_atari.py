@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from weightnorm.lab.atari import NO_OPS, Atari, Bilinear, rom_paths
 from weightnorm.lab.errors import DataError
-from weightnorm.lab.rl.atari import NO_OPS, Atari, Bilinear, rom_paths
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightnorm.lab.errors import DataError
-from weightnorm.lab.rl.replay_buffer import ReplayBuffer
+from weightnorm.lab.replay_buffer import ReplayBuffer
 
 SHAPE = (3, 5)
 

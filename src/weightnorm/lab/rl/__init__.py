@@ -1,1 +1,0 @@
-"""Reinforcement learning: Atari environments, episodes, the replay buffer."""

@@ -12,10 +12,10 @@ import pytest
 SRC = Path(__file__).parents[1] / "src" / "weightnorm"
 
 LAYERS = [
-    "arguments", "torch_private", "dtensor", "kernels", "layers", "distributed",
-    "init_report", "functional", "parametrization", "inspection", "folding", "batching",
-    "reparam", "output_sums", "mean_only", "data_init", "robust_init", "state_dicts",
-    "in_place", "units", "optimizer_state", "optimizer", "parameterizations", "diagnostics",
+    "_torch_private", "_dtensor", "_units", "_kernels", "functional", "_parametrize",
+    "inspection", "layers", "folding", "module_form", "_distributed", "init_report",
+    "output_sums", "mean_only", "data_init", "robust_init", "checkpoints", "parameterizations",
+    "_in_place", "_unit_passes", "optimizer_state", "optimizer", "diagnostics",
     "lab.errors", "lab.files", "lab.malloc", "lab.data", "lab.models", "lab.records", "lab.runs",
     "lab.run", "lab.atari", "lab.replay_buffer", "lab.classify", "lab.vae", "lab.draw", "lab.dqn",
     "lab.language", "lab.sweeps", "lab.statistics", "lab.interleaved", "lab.pool", "lab.claims",

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightnorm import kernels
+from weightnorm import _kernels as kernels
 from weightnorm.functional import (
     Parts,
     compose,

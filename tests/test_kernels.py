@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from weightnorm import kernels
-from weightnorm.kernels import closed_form, compose, formula, fused, unit_shape
+from weightnorm import _kernels as kernels
+from weightnorm._kernels import closed_form, compose, formula, fused, unit_shape
 
 SHAPES = [(4, 3), (4, 3, 2), (2, 6, 3, 2), (3, 2, 2, 2, 2), (5, 1), (1, 5)]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ranks import on_ranks
 from weightnorm import data_dependent_init, mean_only_batch_norm, weight_norm_model
-from weightnorm.distributed import RankLost, collective
+from weightnorm._distributed import RankLost, collective
 
 pytestmark = pytest.mark.xdist_group("lost-ranks")  # they share their processes
 

@@ -20,7 +20,7 @@ from weightnorm import (
     weight_norm,
     weight_norm_model,
 )
-from weightnorm.parametrization import WeightNorm, cached_weights
+from weightnorm._parametrize import WeightNorm, cached_weights
 from zoo import LAYERS, every_layer
 
 

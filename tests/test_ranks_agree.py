@@ -17,8 +17,8 @@ from weightnorm import (
     load_state_dict,
     weight_norm_model,
 )
-from weightnorm.distributed import sum_over_ranks
-from weightnorm.state_dicts import StateDictError
+from weightnorm._distributed import sum_over_ranks
+from weightnorm.checkpoints import StateDictError
 
 pytestmark = pytest.mark.xdist_group("clusters")  # which share their processes
 

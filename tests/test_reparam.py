@@ -19,9 +19,9 @@ from weightnorm import (
     weight_norm,
     weight_norm_model,
 )
+from weightnorm._parametrize import WeightNorm
 from weightnorm.functional import norm
 from weightnorm.layers import unit_axis, weight_names
-from weightnorm.parametrization import WeightNorm
 from zoo import LAYERS, every_layer
 
 SCALES = ["linear", "log"]

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from weightnorm import convert_state_dict, folded, parts, weight_norm
-from weightnorm.layers import unit_axis, weight_names
-from weightnorm.state_dicts import (
+from weightnorm.checkpoints import (
     FORMATS,
     StateDictError,
     kept_axis,
@@ -23,6 +22,7 @@ from weightnorm.state_dicts import (
     part_keys,
     stored_weights,
 )
+from weightnorm.layers import unit_axis, weight_names
 from zoo import every_layer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

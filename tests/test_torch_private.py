@@ -1,4 +1,4 @@
-"""Private names of torch are used through weightnorm/torch_private.py only."""
+"""Private names of torch are used through weightnorm/_torch_private.py only."""
 
 import ast
 from pathlib import Path

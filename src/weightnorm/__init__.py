@@ -32,7 +32,8 @@ if (
     signal.signal(signal.SIGINT, _exit_on_interrupt)
 
 from weightnorm import diagnostics, functional
-from weightnorm.batching import batched_weights
+from weightnorm._parametrize import WeightNorm
+from weightnorm.checkpoints import convert_state_dict, load_state_dict
 from weightnorm.data_init import data_dependent_init
 from weightnorm.folding import folded, remove_weight_norm
 from weightnorm.functional import Parts
@@ -50,12 +51,10 @@ from weightnorm.mean_only import (
     mean_only_batch_norm,
     update_running_means,
 )
+from weightnorm.module_form import init_, param_groups, weight_norm, weight_norm_model
 from weightnorm.optimizer import WeightNormOptimizer
 from weightnorm.parameterizations import Parameterization, parameterize
-from weightnorm.parametrization import WeightNorm
-from weightnorm.reparam import init_, weight_norm, weight_norm_model
 from weightnorm.robust_init import robust_init
-from weightnorm.state_dicts import convert_state_dict, load_state_dict
 
 __all__ = [
     "InitReport",
@@ -66,7 +65,6 @@ __all__ = [
     "Parts",
     "WeightNorm",
     "WeightNormOptimizer",
-    "batched_weights",
     "convert_state_dict",
     "data_dependent_init",
     "diagnostics",
@@ -77,6 +75,7 @@ __all__ = [
     "load_state_dict",
     "mean_only_batch_norm",
     "normalized_weights",
+    "param_groups",
     "parameterize",
     "parts",
     "remove_weight_norm",

@@ -31,16 +31,15 @@ from torch.nn.parameter import UninitializedBuffer
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils.data import DataLoader
 
-from weightnorm import kernels, layers
-from weightnorm.arguments import check_module
-from weightnorm.distributed import Group, moments_over_ranks, sum_over_ranks
-from weightnorm.dtensor import refuse_sharded
+from weightnorm import layers
+from weightnorm._distributed import Group, moments_over_ranks, sum_over_ranks
+from weightnorm._dtensor import refuse_sharded
+from weightnorm._torch_private import tree_leaves, tree_map
+from weightnorm._units import Units, wide_dtype
 from weightnorm.folding import refuse_folded
 from weightnorm.init_report import InitReport, LayerInit
 from weightnorm.inspection import is_weight_normed, normalized_weight
-from weightnorm.kernels import wide_dtype
 from weightnorm.mean_only import Centered
-from weightnorm.torch_private import tree_leaves, tree_map
 
 TargetStd = float | Mapping[str, float]
 Backups = list[tuple[Tensor, Tensor]]
@@ -91,7 +90,6 @@ def data_dependent_init(
     >>> [layer.name for layer in report.done]
     ['0', '2']
     """
-    check_module(model, "data_dependent_init")
     if (not batch and forward is None) or (batch and isinstance(batch[0], DataLoader)):
         got = "a DataLoader" if batch else "no batch"
         raise TypeError(
@@ -477,26 +475,25 @@ def _change_layer(run: _LayerRun, now: _Moments, target: float, backups: Backups
 
 def _scale_weight(layer: nn.Module, scale: Tensor, backups: Backups) -> None:
     """Multiply each unit's weight vector by its scale: g if every unit has one, else w."""
-    dim, groups = layers.unit_axis(layer, "weight")
+    units = layers.units_of(layer)
     if not is_weight_normed(layer, "weight"):
         weight = layer.get_parameter("weight")
         backups.append((weight, weight.clone()))
-        weight.copy_(_scaled(weight, scale, dim, groups))
+        weight.copy_(_scaled(weight, scale, units))
         return
     normalized = normalized_weight(layer, "weight")
     v, g = normalized.stored
     backups.extend([(v, v.clone()), (g, g.clone())])
-    if g.shape == kernels.unit_shape(v.shape, dim, groups):
+    if g.shape == units.shape(v.shape):
         scale = scale.view(g.shape).to(g.dtype)
         g.add_(scale.log()) if normalized.is_log else g.mul_(scale)
     else:
-        normalized.write(_scaled(normalized.weight(), scale, dim, groups))
+        normalized.write(_scaled(normalized.weight(), scale, units))
 
 
-def _scaled(w: Tensor, scale: Tensor, dim: int, groups: int) -> Tensor:
+def _scaled(w: Tensor, scale: Tensor, units: Units) -> Tensor:
     """Return w with each unit's weight vector multiplied by its scale."""
-    shape = kernels.block_shape(w.shape, dim, groups)
-    return (w.reshape(shape) * scale.view(shape[0], 1, shape[2], 1)).reshape(w.shape).to(w.dtype)
+    return (w * units.spread(scale.view(units.shape(w.shape)), w)).to(w.dtype)
 
 
 def _moments(output: Tensor, axis: int, group: Group, what: str) -> _Moments:

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from weightnorm.arguments import check_module
-from weightnorm.dtensor import refuse_sharded
-from weightnorm.inspection import NormalizedWeight, find_normalized
-from weightnorm.parametrization import (
-    cached_weights,
+from weightnorm._dtensor import refuse_sharded
+from weightnorm._parametrize import (
     pending_hooks,
     remove_torch_hook,
     unparametrize,
 )
+from weightnorm.inspection import NormalizedWeight, find_normalized
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -32,13 +30,11 @@ _GATHER = (
 )
 
 
-def remove_weight_norm(
-    module: nn.Module, name: str | None = None, *, include_torch: bool = True
-) -> list[str]:
+def remove_weight_norm(module: M, name: str | None = None, *, include_torch: bool = True) -> M:
     """Replace the normalized weights of `module` and its submodules by plain parameters.
 
-    The values of the weights stay the same. Returns the names of the weights; an empty list if
-    none is normalized.
+    The values of the weights stay the same. Returns the module; one without normalized weights is
+    left as it is.
 
     Args:
         module: a layer or a model. It is changed in place.
@@ -50,10 +46,9 @@ def remove_weight_norm(
 
     >>> from weightnorm import weight_norm
     >>> model = nn.Sequential(weight_norm(nn.Linear(2, 3)))
-    >>> remove_weight_norm(model), remove_weight_norm(model)
-    (['0.weight'], [])
+    >>> list(remove_weight_norm(model).state_dict())
+    ['0.weight', '0.bias']
     """
-    check_module(module, "remove_weight_norm")
     with _LOCK:
         for submodule in module.modules():
             refuse_folded(submodule, "remove the weight norm")
@@ -72,21 +67,13 @@ def remove_weight_norm(
                     "torch.nn.utils.parametrize.remove_parametrizations"
                 )
         _replace_by_parameters(found, trainable=True)
-    removed = [weight.path for weight in found] + _remove_pending(module, name)
+    for submodule in module.modules():  # lazy ones, not normalized yet
+        for weight_name, hook in pending_hooks(submodule).items():
+            if name in (None, weight_name):
+                hook.remove()
     if name is not None and not any(hasattr(submodule, name) for submodule in module.modules()):
         raise ValueError(f"no module of {type(module).__name__} has a tensor {name!r}")
-    return removed
-
-
-def _remove_pending(model: nn.Module, name: str | None) -> list[str]:
-    """Cancel the normalization of lazy modules that have no shape yet."""
-    removed = []
-    for path, module in model.named_modules():
-        for weight, hook in pending_hooks(module).items():
-            if name in (None, weight):
-                hook.remove(module)
-                removed.append(f"{path}.{weight}".lstrip("."))
-    return removed
+    return module
 
 
 @contextmanager
@@ -112,7 +99,6 @@ def folded(model: M, *, include_torch: bool = True) -> Iterator[M]:
     ...     list(model.state_dict())
     ['weight', 'bias']
     """
-    check_module(model, "folded")
     with _LOCK:
         modules = _fold(model, include_torch)
     try:
@@ -193,9 +179,9 @@ def _replace_by_parameters(
     for weight in found:
         _refuse_pruned(weight)
     tied: dict[Hashable, nn.Parameter] = {}
-    # All are computed before any is replaced: this may run out of memory. Not from a cache of
-    # batched weights, which share memory. Parameters of inference mode could not be trained.
-    with torch.inference_mode(False), torch.no_grad(), cached_weights(new=True):
+    # All are computed before any is replaced: this may run out of memory. Parameters of inference
+    # mode could not be trained.
+    with torch.inference_mode(False), torch.no_grad():
         for weight in found:
             v, g = weight.stored
             if weight.identity not in tied:

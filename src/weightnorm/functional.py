@@ -1,8 +1,7 @@
 """Weight normalization as pure functions: w = g·v/‖v‖, its inverse, gradients and projection.
 
-`dim` is the axis that is kept: one g for each index along it, the norm over all other axes.
-``dim=None`` means one g for the whole tensor. `groups` splits axis 0 first, as in a grouped
-transposed convolution: one g for each (group, index along `dim`).
+`units` says which parts of a weight have a length of their own: ``Units(0)``, the default, one for
+each index along the first axis.
 
 v and g are passed by keyword: torch's parametrization stores them in the order (g, v).
 """
@@ -10,20 +9,21 @@ v and g are passed by keyword: torch's parametrization stores them in the order 
 from __future__ import annotations
 
 import functools
-import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from weightnorm import kernels
-from weightnorm.dtensor import gathered, is_sharded, on_mesh_of, placed_like, resolve_partial
-from weightnorm.kernels import EPS
+from weightnorm import _kernels
+from weightnorm._dtensor import is_sharded, on_mesh_of, placed_like
+from weightnorm._kernels.cpu import correct_torch_second_derivative
+from weightnorm._units import EPS, Parts, Units
 
 __all__ = [
     "EPS",
     "Parts",
+    "Units",
     "compose",
+    "correct_torch_second_derivative",
     "decompose",
     "gradients",
     "norm",
@@ -31,63 +31,53 @@ __all__ = [
     "row_norm_low_rank",
 ]
 
-
-class Parts(NamedTuple):
-    """Direction v and signed length g of a normalized weight."""
-
-    v: Tensor
-    """The direction, of the shape of w."""
-    g: Tensor
-    """The length, of size 1 along every axis but the kept one."""
+ROWS = Units()
 
 
-def norm(v: Tensor, dim: int | None = 0, *, groups: int = 1) -> Tensor:
-    """Return ‖v‖ over every axis but `dim`, in float32 or wider.
+def norm(v: Tensor, units: Units = ROWS) -> Tensor:
+    """Return ‖v‖ of every unit in the shape of g, in float32 or wider.
 
     >>> norm(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
     tensor([[ 5.],
             [10.]])
     """
-    dim = _checked_dim(v, dim, groups)
-    units = resolve_partial(kernels.block_norm(kernels.as_blocks(v, dim, groups)))
-    return units.reshape(kernels.unit_shape(v.shape, dim, groups))
+    return _kernels.norm(v, units.of(v.shape))
 
 
 def compose(
     *,
     v: Tensor,
     g: Tensor,
-    dim: int | None = 0,
-    groups: int = 1,
+    units: Units = ROWS,
     mask: Tensor | None = None,
     eps: float = EPS,
 ) -> Tensor:
     """Return w = g·v/‖v‖ (eq. 2): the direction of v with length ``|g|``.
 
-    With a `mask` m, v is masked before it is normalized: w = g·(m⊙v)/‖m⊙v‖. A row with
+    With a `mask` m, v is masked before it is normalized: w = g·(m⊙v)/‖m⊙v‖. A unit with
     ‖v‖ ≤ `eps`, such as a fully masked one, gives w = 0 and receives no gradient.
 
-    Shapes: w has the shape of v; g has size 1 along every axis but `dim`.
+    Shapes: w has the shape of v; g has size 1 along every axis that is not kept.
 
     >>> compose(v=torch.tensor([[3.0, 4.0]]), g=torch.tensor([[10.0]]))
     tensor([[6., 8.]])
     """
-    dim = _checked_dim(v, dim, groups)
-    _check_g(v, g, dim, groups)
-    return kernels.compose(_masked(v, mask), g, dim, groups, eps)
+    return _kernels.compose(masked(v, mask), g, units.of(v.shape), eps)
+
+
+@torch.no_grad()
+def _diagonal(w: Tensor, mask: Tensor | None, units: Units) -> Tensor:
+    """Return the weight whose units all have the same number in every place, and norm 1."""
+    ones = masked(torch.ones_like(w), mask)
+    return ones * units.spread(1 / units.divisor(ones), ones).to(w.dtype)
 
 
 def decompose(
-    w: Tensor,
-    dim: int | None = 0,
-    *,
-    groups: int = 1,
-    mask: Tensor | None = None,
-    eps: float = EPS,
+    w: Tensor, units: Units = ROWS, *, mask: Tensor | None = None, eps: float = EPS
 ) -> Parts:
     """Return Parts(v, g) with compose(v=v, g=g) = w, namely v = w and g = ‖w‖.
 
-    A zero row has no direction, so it gets the diagonal one and g = 0: w stays 0, but the row
+    A zero unit has no direction, so it gets the diagonal one and g = 0: w stays 0, but the unit
     receives a gradient through g. v never shares memory with w.
 
     >>> decompose(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
@@ -95,27 +85,20 @@ def decompose(
             [0.7071, 0.7071]]), g=tensor([[5.],
             [0.]]))
     """
-    dim = _checked_dim(w, dim, groups)
-    masked = _masked(w, mask)
-    g = norm(masked, dim, groups=groups)
-    if masked.device.type == "meta" or not masked.numel():
-        return Parts(v=w.clone(), g=g.to(w.dtype))
-    diagonal = _masked(torch.ones_like(w), mask)
-    diagonal = kernels.formula(diagonal, torch.ones_like(g), dim, groups)
-    v = torch.where(per_weight(g <= eps, w, dim, groups), diagonal, masked)
+    units = units.of(w.shape)
+    v = masked(w, mask)
+    g = _kernels.norm(v, units)
+    if not (v.is_meta or v.numel() == 0):
+        v = torch.where(units.spread(g <= eps, w), _diagonal(w, mask, units), v)
+    else:
+        v = v.clone()
     if v.stride() != w.stride() and not (v.requires_grad or is_sharded(w)):
         v = torch.empty_like(w).copy_(v)  # channels-last, for example
     return Parts(v=v, g=g.to(w.dtype))
 
 
 def gradients(
-    grad_w: Tensor,
-    *,
-    v: Tensor,
-    g: Tensor,
-    dim: int | None = 0,
-    groups: int = 1,
-    eps: float = EPS,
+    grad_w: Tensor, *, v: Tensor, g: Tensor, units: Units = ROWS, eps: float = EPS
 ) -> Parts:
     """Return Parts(∇v, ∇g) of eq. 3: ∇g = ∇w·v/‖v‖ and ∇v = (g/‖v‖)∇w − (g∇g/‖v‖²)v.
 
@@ -123,27 +106,23 @@ def gradients(
     >>> gradients(torch.tensor([[1.0, 0.0]]), v=v, g=g)
     Parts(v=tensor([[ 0.6400, -0.4800]]), g=tensor([[0.6000]]))
     """
-    dim = _checked_dim(v, dim, groups)
-    _check_g(v, g, dim, groups)
     if grad_w.shape != v.shape:
         raise ValueError(
             f"grad_w has shape {tuple(grad_w.shape)}, v has {tuple(v.shape)}; expected equal shapes"
         )
-    grad_v, grad_g = kernels.gradients(grad_w, v, g, dim, groups, eps)
+    grad_v, grad_g = _kernels.gradients(grad_w, v, g, units.of(v.shape), eps)
     return Parts(v=placed_like(grad_v, v), g=placed_like(grad_g, g))
 
 
-def project(x: Tensor, w: Tensor, dim: int | None = 0, *, groups: int = 1) -> Tensor:
+def project(x: Tensor, w: Tensor, units: Units = ROWS) -> Tensor:
     """Return M_w x with M_w = I − ww′/‖w‖² (eq. 4): x minus its component along w, per unit.
 
     >>> project(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 0.0]]))
     tensor([[0., 1.]])
     """
-    dim = _checked_dim(w, dim, groups)
-    unit = torch.ones_like(norm(w, dim, groups=groups))
-    direction = kernels.formula(w, unit, dim, groups)
-    along = kernels.as_blocks(direction * x, dim, groups).sum((1, 3), keepdim=True)
-    return x - (kernels.as_blocks(direction, dim, groups) * along).reshape(w.shape)
+    units = units.of(w.shape)
+    direction = w / units.spread(units.divisor(w), w)
+    return x - direction * units.spread(units.sum(direction * x), w)
 
 
 def row_norm_low_rank(W: Tensor, A: Tensor, B: Tensor, s: float | Tensor = 1.0) -> Tensor:
@@ -174,10 +153,10 @@ def row_norm_low_rank(W: Tensor, A: Tensor, B: Tensor, s: float | Tensor = 1.0) 
         )
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (W, A, B)), torch.float32)
     W, A, B = (x.to(dtype) for x in (W, A, B))
-    with kernels.no_autocast(W):
+    with _kernels.no_autocast(W):
         cross = ((W @ A.T) * B).sum(1, keepdim=True)
         square = ((B @ (A @ A.T)) * B).sum(1, keepdim=True)
-    if W.requires_grad or not kernels.is_eager(W):
+    if W.requires_grad or not _kernels.is_eager(W):
         own = W.square().sum(1, keepdim=True)
     else:  # no temporary; but its second derivative is wrong where a row of W is 0
         own = torch.linalg.vector_norm(W, dim=1, keepdim=True).square()
@@ -186,68 +165,17 @@ def row_norm_low_rank(W: Tensor, A: Tensor, B: Tensor, s: float | Tensor = 1.0) 
     return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
 
 
-def unit_rows(w: Tensor, dim: int | None = 0, groups: int = 1) -> Tensor:
-    """Return the weight as a matrix with one row per unit, in the order of g.
-
-    >>> unit_rows(torch.zeros(4, 3, 5), 1, groups=2).shape
-    torch.Size([6, 10])
-    """
-    dim = _checked_dim(w, dim, groups)
-    if dim == 0:
-        return w.reshape(w.shape[0], math.prod(w.shape[1:]))
-    blocks = kernels.as_blocks(gathered(w), dim, groups)
-    return blocks.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def resolve_dim(dim: int | None, ndim: int) -> int | None:
-    """Return `dim` as a non-negative axis (None stays None), or raise IndexError."""
-    if dim is None:
-        return None
-    if not -ndim <= dim < ndim:
-        span = f"−{ndim} … {ndim - 1}" if ndim else "None"
-        raise IndexError(
-            f"dim={dim} is out of range for a weight of {ndim} dimension{'s' * (ndim != 1)}; "
-            f"expected {span}, or None for one g for the whole tensor"
-        )
-    return dim % ndim
-
-
-def _checked_dim(v: Tensor, dim: int | None, groups: int) -> int | None:
-    dim = resolve_dim(dim, v.ndim)
-    if groups != 1 and (dim in (None, 0) or groups < 1 or v.shape[0] % groups):
-        raise ValueError(
-            f"groups={groups} must divide axis 0 of a weight of shape {tuple(v.shape)}, "
-            f"and the kept axis must be another one; got dim={dim}"
-        )
-    return dim
-
-
-def _check_g(v: Tensor, g: Tensor, dim: int | None, groups: int) -> None:
-    if g.shape != kernels.unit_shape(v.shape, dim, groups):
-        raise ValueError(kernels.wrong_shape(v, g, dim, groups))
-
-
-def _masked(v: Tensor, mask: Tensor | None) -> Tensor:
+def masked(v: Tensor, mask: Tensor | None) -> Tensor:
+    """Return m⊙v; raise ValueError unless the mask broadcasts to v."""
     if mask is None:
         return v
-    check_mask(mask, v.shape)
-    return v * on_mesh_of(mask, v)
-
-
-def check_mask(mask: Tensor, shape: torch.Size) -> None:
-    """Raise ValueError unless the mask broadcasts to `shape`."""
     try:
-        fits = torch.broadcast_shapes(mask.shape, shape) == shape
+        fits = torch.broadcast_shapes(mask.shape, v.shape) == v.shape
     except RuntimeError:
         fits = False
     if not fits:
         raise ValueError(
             f"mask has shape {tuple(mask.shape)}, which does not broadcast to the weight's "
-            f"{tuple(shape)}; give one value per weight, or 1 along the axes it does not vary on"
+            f"{tuple(v.shape)}; give one value per weight, or 1 along the axes it does not vary on"
         )
-
-
-def per_weight(units: Tensor, w: Tensor, dim: int | None, groups: int) -> Tensor:
-    """Expand one value per unit to the shape of `w`."""
-    g, before, n, after = kernels.block_shape(w.shape, dim, groups)
-    return units.reshape(g, 1, n, 1).expand(g, before, n, after).reshape(w.shape)
+    return v * on_mesh_of(mask, v)

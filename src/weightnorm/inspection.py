@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from weightnorm import functional
-from weightnorm.arguments import check_module
-from weightnorm.dtensor import on_mesh_of, placed_like
-from weightnorm.functional import Parts
-from weightnorm.layers import parametrizations_of
-from weightnorm.parametrization import (
+from weightnorm._dtensor import placed_like
+from weightnorm._parametrize import (
     WeightNorm,
+    parametrizations_of,
     torch_hook,
     torch_hook_names,
 )
-from weightnorm.torch_private import TorchWeightNorm
+from weightnorm._torch_private import TorchWeightNorm
+from weightnorm._units import Parts, Units
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,15 @@ class NormalizedWeight:
         """Equal for weights that are computed in the same way from the same v and g."""
         first, *further = self.parametrizations or [None]
         settings = (first.scale, first.eps, id(first.mask)) if isinstance(first, WeightNorm) else ()
-        return *map(id, self.stored), self.axis, settings, *map(id, further)
+        return *map(id, self.stored), self.units, settings, *map(id, further)
 
     @property
-    def axis(self) -> tuple[int | None, int]:
-        """The axis that is kept, and the number of groups axis 0 is split into."""
+    def units(self) -> Units:
+        """The units, each with a length of its own."""
         parametrization = self.parametrization
         if isinstance(parametrization, WeightNorm):
-            return parametrization.dim, parametrization.groups
-        return (None if self._torch_dim == -1 else self._torch_dim), 1
+            return parametrization.units
+        return Units(None if self._torch_dim == -1 else self._torch_dim)
 
     @property
     def _torch_dim(self) -> int:
@@ -101,9 +100,7 @@ class NormalizedWeight:
         if not isinstance(parametrization, WeightNorm):
             norm: Tensor = torch.norm_except_dim(v, 2, self._torch_dim)
             return norm
-        if parametrization.mask is not None:
-            v = v * on_mesh_of(parametrization.mask, v)
-        return functional.norm(v, parametrization.dim, groups=parametrization.groups)
+        return functional.norm(functional.masked(v, parametrization.mask), parametrization.units)
 
     def weight(self) -> Tensor:
         """Compute w from the current v and g.
@@ -133,9 +130,8 @@ class NormalizedWeight:
         if isinstance(self.parametrization, WeightNorm):
             g, v = self.parametrization.right_inverse(weight)
             return Parts(v=v, g=g)
-        dim, groups = self.axis
         # torch divides by ‖v‖, so a zero row needs a direction as well.
-        return functional.decompose(weight, dim, groups=groups)
+        return functional.decompose(weight, self.units)
 
     @torch.no_grad()
     def write(self, weight: Tensor) -> None:
@@ -183,7 +179,6 @@ def parts(module: nn.Module, name: str = "weight") -> Parts:
     >>> v.shape, g.shape
     (torch.Size([3, 2]), torch.Size([3, 1]))
     """
-    check_module(module, "parts")
     return normalized_weight(module, name).parts()
 
 
@@ -203,7 +198,6 @@ def normalized_weight(module: nn.Module, name: str) -> NormalizedWeight:
 
 def is_weight_normed(module: nn.Module, name: str | None = None) -> bool:
     """Return whether the module itself has a normalized weight (of that name), in any flavour."""
-    check_module(module, "is_weight_normed")
     return any(name in (None, weight.name) for weight in find_normalized(module, recurse=False))
 
 
@@ -214,7 +208,6 @@ def normalized_weights(model: nn.Module) -> dict[str, Parts]:
     >>> normalized_weights(weight_norm(nn.Linear(2, 3)))["weight"].g.shape
     torch.Size([3, 1])
     """
-    check_module(model, "normalized_weights")
     return {weight.path: weight.parts() for weight in find_normalized(model)}
 
 
@@ -231,7 +224,6 @@ def unnormalized_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     >>> list(unnormalized_weights(model))
     ['0.weight']
     """
-    check_module(model, "unnormalized_weights")
     parts_ = {id(part) for weight in find_normalized(model) for part in weight.stored}
     return {
         name: parameter

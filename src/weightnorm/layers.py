@@ -1,19 +1,26 @@
-"""Weights of torch's layers: their names, the axis of their units, and which are shared."""
+"""Facts about torch's layers, and the choice of the weights to normalize."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
-from torch.nn.utils.parametrize import ParametrizationList
 
-from weightnorm.torch_private import ConvBase, ConvTransposeBase
+from weightnorm import _units
+from weightnorm._dtensor import refuse_partitioned
+from weightnorm._parametrize import parametrizations_of, pending_hooks
+from weightnorm._torch_private import ConvBase, ConvTransposeBase
+from weightnorm._units import Units
+from weightnorm.inspection import is_weight_normed
+
+Dim = _units.Dim | Literal["auto"]
+Where = Callable[[str, nn.Module], bool]
 
 Conv = ConvBase
 """Base class of torch's convolutions, including transposed ones."""
@@ -22,13 +29,6 @@ ConvTransposed = ConvTransposeBase
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 EMBEDDING = (nn.Embedding, nn.EmbeddingBag)
-
-
-class UnitAxis(NamedTuple):
-    """Axis of a weight along which its output units lie, and the groups that split axis 0."""
-
-    dim: int
-    groups: int
 
 
 def weight_names(layer: nn.Module) -> tuple[str, ...]:
@@ -50,47 +50,194 @@ def weight_names(layer: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def chosen_weights(
+def units_of(layer: nn.Module) -> Units:
+    """Return the output units of a torch layer's weights.
+
+    They lie along axis 0, or along axis 1 of each group of a transposed convolution. The gates of a
+    recurrent layer and the q, k, v blocks of an attention layer are stacked along axis 0, so each
+    unit of each gate or block is one row.
+    """
+    return Units(1, layer.groups) if isinstance(layer, ConvTransposed) else Units()
+
+
+def layer_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (path, layer, name) of the weights of torch's layers, except embeddings."""
+    for prefix, module in model.named_modules():
+        if not isinstance(module, EMBEDDING):
+            for name in weight_names(module):
+                yield f"{prefix}.{name}".lstrip("."), module, name
+
+
+@dataclass(frozen=True)
+class PlainWeight:
+    """A parameter to normalize."""
+
+    path: str
+    """Name of the parameter in the model, as in ``encoder.0.weight``."""
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    dim: Dim
+
+    @property
+    def units(self) -> Units:
+        """The units, each with a length of its own; raises if the parameter has no such axes."""
+        if self.dim != "auto":
+            return Units(self.dim).of(self.parameter.shape)
+        return units_of(self.module)
+
+
+def select(
     model: nn.Module,
-    where: Callable[[str, nn.Module], bool] | None = None,
-    has_weight: Callable[[nn.Module], bool] | None = None,
-) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (path, layer, name) of every weight that `where` selects by path and module.
+    where: Where | None = None,
+    dim: Dim | Callable[[str, nn.Module], Dim] = "auto",
+) -> list[PlainWeight]:
+    """Choose the weights of a model to normalize, in the order of its modules.
 
-    Default: all torch layers except embeddings, which are lookups. `where` may select other modules
-    too, if they have a matrix called ``weight`` (by default `has_weight_matrix`).
+    By default the weights of torch's linear, bilinear, convolutional, recurrent and attention
+    layers. ``where(name, module)`` narrows the choice by the parameter's name in the model and the
+    module that has it, or widens it: to embeddings, and to any parameter of two or more dimensions
+    if `dim` is given. Weights that are normalized already are passed over. A parameter that several
+    modules share is listed for each, wherever one of them is chosen.
+
+    Raises ValueError or TypeError for a weight that cannot be normalized, and if there is none.
     """
-    has_weight = has_weight or has_weight_matrix
-    for path, module in model.named_modules():
-        names = weight_names(module)
-        if where is None:
-            chosen = not isinstance(module, EMBEDDING)
-        else:
-            chosen = bool(where(path, module))
-            names = names or (("weight",) if has_weight(module) else ())
-        for name in names if chosen else ():
-            yield f"{path}.{name}".lstrip("."), module, name
+    chosen: list[PlainWeight] = []
+    already = 0
+    for prefix, module in model.named_modules():
+        for name in _candidates(module, where is not None):
+            path = f"{prefix}.{name}".lstrip(".")
+            if where is None:
+                is_chosen = not isinstance(module, EMBEDDING)
+            else:
+                is_chosen = bool(where(path, module))
+            if not is_chosen:
+                continue
+            if is_weight_normed(module, name) or name in pending_hooks(module):
+                already += 1
+            else:
+                axes = dim(path, module) if callable(dim) else dim
+                chosen.append(plain_weight(module, name, axes, path))
+    if not chosen:
+        raise ValueError(_nothing_to_normalize(model, already))
+    return _with_tied(model, chosen)
 
 
-def has_weight_matrix(module: nn.Module) -> bool:
-    """Return whether a module has a parameter called ``weight`` of two or more dimensions.
+def _candidates(module: nn.Module, others: bool) -> Iterator[str]:
+    """Yield the names of a module's weights; with `others` also those of unknown modules."""
+    known = weight_names(module)
+    yield from known
+    if not known and others and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        yield from parametrizations_of(module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not is_lazy(parameter) and parameter.ndim > 1:
+                yield name
 
-    Not one with a number for each feature, as layer norm's, which has any number of dimensions.
-    """
-    weight = module._parameters.get("weight")
+
+def plain_weight(module: nn.Module, name: str, dim: Dim, path: str | None = None) -> PlainWeight:
+    """Return a parameter of a module as a weight to normalize; raise if it cannot be."""
+    path = f"{type(module).__name__}.{name}" if path is None else path
+    parameter = module._parameters.get(name)
+    if (reason := _refusal(module, name)) is not None:
+        raise ValueError(f"{path} cannot be weight-normalized: {reason}")
+    if parameter is None:
+        raise ValueError(f"{path} {_why_not_a_parameter(module, name)}")
+    if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+        raise TypeError(
+            f"{path} is {parameter.dtype}; weight norm needs real floating-point weights of 16 "
+            "bits or more" + (" (view a complex weight as two real ones)" * parameter.is_complex())
+        )
+    refuse_partitioned(parameter, path)
+    if parameter.layout is not torch.strided:
+        raise TypeError(f"{path} has layout {parameter.layout}; weight norm needs a dense weight")
+    if dim == "auto" and name not in weight_names(module):
+        raise ValueError(
+            f"{path}: the output axis of a parameter of {type(module).__name__} is unknown; "
+            "pass dim, or do not select it"
+        )
+    weight = PlainWeight(path, module, name, parameter, dim)
+    if not isinstance(parameter, UninitializedParameter):
+        if dim == "auto" and parameter.ndim < 2:
+            raise ValueError(
+                f"{path} has shape {tuple(parameter.shape)}, so it holds no vector per unit to "
+                "normalize; pass dim=None for one g for the whole tensor. (Is it what FSDP1 or "
+                "DeepSpeed's ZeRO leaves on this rank? Then use torch's fully_shard)"
+            )
+        _ = weight.units
+    return weight
+
+
+def _refusal(layer: nn.Module, name: str) -> str | None:
+    """Return why this tensor of this layer cannot be weight-normalized; None if it can."""
+    if isinstance(layer, EMBEDDING) and name == "weight":
+        if layer.sparse:
+            return "its gradients are sparse, those of v are dense; build it with sparse=False"
+        if layer.max_norm is not None:
+            return "max_norm writes to the weight in every forward pass; build it without"
+    if isinstance(layer, nn.MultiheadAttention):
+        if name in ("bias_k", "bias_v"):
+            return f"{name} is appended to the sequence unchanged: it is not multiplied by an input"
+        if name == "in_proj_weight" and not layer._qkv_same_embed_dim:
+            return (
+                "with kdim or vdim the projections are three tensors; "
+                "use q_proj_weight, k_proj_weight, v_proj_weight"
+            )
+        if name.endswith("_proj_weight") and name[0] in "qkv" and layer._qkv_same_embed_dim:
+            return f"{name} is a block of in_proj_weight here; use in_proj_weight"
+    return None
+
+
+def _why_not_a_parameter(module: nn.Module, name: str) -> str:
+    if is_weight_normed(module, name) or name in pending_hooks(module):
+        return "is weight-normalized already; use remove_weight_norm to remove it"
+    if name in parametrizations_of(module):
+        return "has another parametrization; apply weight norm before it"
+    if hasattr(module, name):
+        return (
+            "is not a parameter: pruning, spectral norm or another hook computes it; apply weight "
+            "norm before that"
+        )
+    own = [n for n, p in module._parameters.items() if p is not None]
+    return f"does not exist; the parameters are {', '.join(own) or 'none: normalize its layers'}"
+
+
+def _with_tied(model: nn.Module, chosen: list[PlainWeight]) -> list[PlainWeight]:
+    """Add the other modules that share a chosen parameter."""
+    first = {id(weight.parameter): weight for weight in reversed(chosen)}
+    by_path = {weight.path: weight for weight in chosen}
+    complete = []
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            path = f"{prefix}.{name}".lstrip(".")
+            weight = by_path.get(path)
+            source = first.get(id(parameter))
+            if weight is None and source is not None:
+                known = name in weight_names(module)
+                dim = source.dim if known or source.dim != "auto" else 0
+                weight = plain_weight(module, name, dim, path)
+            if weight is None or source is None:
+                continue
+            if not is_lazy(weight.parameter) and weight.units != source.units:
+                raise ValueError(
+                    f"{path} is the same parameter as {source.path}, but their units lie along "
+                    "different axes; pass dim to keep the same axis for both, or leave out both "
+                    "with `where`"
+                )
+            complete.append(weight)
+    return complete
+
+
+def _nothing_to_normalize(model: nn.Module, already: int) -> str:
+    known = sum(bool(weight_names(module)) for module in model.modules())
+    if already:
+        reason = f"all {already} weights are normalized already"
+    elif known:
+        reason = f"`where` selected none of its {known} layers"
+    else:
+        reason = "it has no linear, convolutional, recurrent or attention layer"
     return (
-        weight is not None
-        and not isinstance(module, (nn.LayerNorm, nn.RMSNorm))
-        and not isinstance(weight, UninitializedParameter)
-        and weight.ndim > 1
-    )
-
-
-def unknown_axis(path: str, module: nn.Module) -> str:
-    """Return the message for a weight of a module whose output axis is not known."""
-    return (
-        f"`where` selected {path.rpartition('.')[0] or 'the model itself'}, but the output axis of "
-        f"{type(module).__name__}.weight is unknown; pass dim, or do not select it"
+        f"nothing to normalize in {type(model).__name__}: {reason}; other parameters are chosen "
+        "with `where` and dim"
     )
 
 
@@ -102,23 +249,8 @@ def matching(names: list[str], pattern: str, argument: str) -> list[str]:
     """
     found = [name for name in names if pattern in ("*", name) or fnmatchcase(name, pattern)]
     if not found and pattern != "*":
-        near = get_close_matches(pattern, names, 3) or names
-        raise ValueError(f"{argument}: no layer matches {pattern!r}; there are {near}")
+        raise ValueError(f"{argument}: no layer matches {pattern!r}; there are {names}")
     return found
-
-
-def parametrizations_of(module: nn.Module) -> Any:
-    """Return the module's ParametrizationLists by tensor name; empty if there are none.
-
-    (torch's ``is_parametrized`` reads the attribute, so it is also true of a wrapper that forwards
-    attributes to the module it wraps, as peft's do.)
-    """
-    if isinstance(module, torch.jit.ScriptModule):
-        return {}
-    own = module._modules.get("parametrizations")
-    if not isinstance(own, nn.ModuleDict):
-        return {}
-    return own if all(isinstance(one, ParametrizationList) for one in own.values()) else {}
 
 
 def own_parameters(module: nn.Module) -> list[Tensor]:
@@ -149,34 +281,6 @@ def parameter_owners(model: nn.Module) -> dict[tuple[int, int], list[tuple[str, 
             if not is_lazy(parameter):
                 owners.setdefault(memory_key(parameter), []).append((path, module))
     return owners
-
-
-def unit_axis(layer: nn.Module, name: str) -> UnitAxis:
-    """Return axis 0, or axis 1 and the groups of a transposed convolution.
-
-    The gates of a recurrent layer and the q, k, v blocks of an attention layer are stacked along
-    axis 0, so each unit of each gate or block is one row.
-    """
-    if isinstance(layer, ConvTransposed) and name == "weight":
-        return UnitAxis(1, layer.groups)
-    return UnitAxis(0, 1)
-
-
-def refusal(layer: nn.Module, name: str) -> str | None:
-    """Return why this tensor of this layer cannot be weight-normalized; None if it can."""
-    if isinstance(layer, EMBEDDING) and layer.sparse:
-        return "its gradients are sparse, those of v are dense; build the layer with sparse=False"
-    if isinstance(layer, nn.MultiheadAttention):
-        if name in ("bias_k", "bias_v"):
-            return f"{name} is appended to the sequence unchanged: it is not multiplied by an input"
-        if name == "in_proj_weight" and not layer._qkv_same_embed_dim:
-            return (
-                "with kdim or vdim the projections are three tensors; "
-                "use q_proj_weight, k_proj_weight, v_proj_weight"
-            )
-        if name.endswith("_proj_weight") and name[0] in "qkv" and layer._qkv_same_embed_dim:
-            return f"{name} is a block of in_proj_weight here; use in_proj_weight"
-    return None
 
 
 def linear_map(layer: nn.Module, x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm import layers
-from weightnorm.arguments import check_module
-from weightnorm.distributed import Group, mean_over_ranks
-from weightnorm.dtensor import is_sharded
-from weightnorm.kernels import no_autocast, wide_dtype
-from weightnorm.output_sums import Axis, output_axes, sum_outputs
-from weightnorm.torch_private import (
+from weightnorm._distributed import Group, mean_over_ranks
+from weightnorm._dtensor import is_sharded
+from weightnorm._kernels import no_autocast
+from weightnorm._torch_private import (
     BatchNormBase,
     current_graph_task_id,
     has_any_global_hook,
 )
+from weightnorm._units import wide_dtype
+from weightnorm.output_sums import Axis, output_axes, sum_outputs
 
 
 class _MeanOnlyBatchNorm(nn.Module):
@@ -278,7 +278,6 @@ def update_running_means(
         model: called on each input.
         device: where to move the inputs.
     """
-    check_module(model, "update_running_means")
     kinds = (_MeanOnlyBatchNorm, BatchNormBase)
     norms = [module for module in model.modules() if isinstance(module, kinds)]
     momenta = [norm.momentum for norm in norms]

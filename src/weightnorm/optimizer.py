@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from weightnorm import layers
-from weightnorm.arguments import check_dim, check_where
-from weightnorm.dtensor import refuse_flattened
-from weightnorm.functional import Parts, resolve_dim
-from weightnorm.in_place import InPlaceWeight, Retract, initial_norm
+from weightnorm._dtensor import refuse_flattened
+from weightnorm._in_place import InPlaceWeight, Retract, initial_norm
+from weightnorm._unit_passes import DeviceUnits, units_by_device
+from weightnorm._units import Parts
+from weightnorm.layers import Dim, Where, memory_key, select
 from weightnorm.optimizer_state import (
     OptimizerState,
     check_state,
@@ -35,11 +35,8 @@ from weightnorm.optimizer_state import (
     state_by_parameter,
     unpack_state,
 )
-from weightnorm.units import Units, units_by_device
 
 Factory = Callable[..., torch.optim.Optimizer]
-Where = Callable[[str, nn.Module], bool]
-Dim = int | Literal["auto"] | None
 _Owner = tuple[Callable[[], nn.Module | None], str]
 ROLES = ("directions", "lengths", "others")
 DECAYS = ("parts", "w", "g", None)
@@ -148,7 +145,6 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 f"params must be parameters or parameter groups; got {params!r}: pass options of "
                 "the optimizer by name, such as lr=0.001"
             )
-        check_where(where)
         _check_options(scale, train_g, project, retract, weight_decay_on)
         matrices = _moves_matrices(inner) if matrices is None else matrices
         weights, frozen, self._owners = _weights(model, where, dim, matrices)
@@ -355,7 +351,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             self._to_weights(is_v, keep_norm=self._retract is not False, clear=False)
         self._from_inner()
 
-    def _active(self, units: Units) -> list[int]:
+    def _active(self, units: DeviceUnits) -> list[int]:
         return [i for i, weight in enumerate(units.weights) if weight.has_grad()]
 
     def _no_weights(self) -> list[list[int]]:
@@ -390,7 +386,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 if decay := group["weight_decay"]:
                     units.shrink(i, 1 - float(group["lr"]) * decay)
 
-    def _learning_rates(self, units: Units) -> list[Any]:
+    def _learning_rates(self, units: DeviceUnits) -> list[Any]:
         return [self.param_groups[self._group_of[w.weight]]["lr"] for w in units.weights]
 
     def _check_memory(self) -> None:
@@ -671,56 +667,32 @@ def _weights(
 ) -> tuple[list[InPlaceWeight], dict[str, nn.Parameter], dict[nn.Parameter, _Owner]]:
     """The plain weights to normalize, tied ones once; by name those left out, being frozen; and
     the modules of the first."""
-    found: list[InPlaceWeight] = []
+    found: dict[nn.Parameter, InPlaceWeight] = {}
     owners: dict[nn.Parameter, _Owner] = {}
     frozen: dict[str, nn.Parameter] = {}
-    seen: dict[int, tuple[str, tuple[int | None, int]]] = {}
-    already = 0
     refuse_flattened(model)
-    for path, module, name in layers.chosen_weights(model, where):
-        weight = module._parameters.get(name)
-        if weight is None:
-            already += 1
-            continue
-        if not weight.requires_grad:
-            frozen[path] = weight
-            continue
-        _check_weight(path, module, name, weight)
-        chosen = dim(path.rpartition(".")[0], module) if callable(dim) else dim
-        check_dim(chosen)
-        axis: tuple[int | None, int]
-        if chosen == "auto" and not layers.weight_names(module):
-            raise ValueError(layers.unknown_axis(path, module))
-        axis = layers.unit_axis(module, name) if chosen == "auto" else (chosen, 1)
-        if chosen == "auto" and weight.ndim < 2:
+    for chosen in select(model, where, dim):
+        parameter = chosen.parameter
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"{chosen.path} has no shape yet; run a batch through the model first")
+        if parameter.is_meta:
             raise ValueError(
-                f"{path} has shape {tuple(weight.shape)}: not one row for each unit, but what "
-                "FullyShardedDataParallel or DeepSpeed's ZeRO leaves of it on this rank; shard "
-                "the model with torch.distributed.fsdp.fully_shard instead"
+                f"{chosen.path} is on the meta device: there is nothing to decompose; give the "
+                "model memory and values first"
             )
-        axis = (resolve_dim(axis[0], weight.ndim), axis[1])
-        if id(weight) in seen:
-            if seen[id(weight)][1] != axis:
-                raise ValueError(
-                    f"{path} is tied to {seen[id(weight)][0]}, whose units lie along another axis; "
-                    "leave one of them out with `where`"
-                )
-            continue
-        seen[id(weight)] = path, axis
-        blocks = _stacked(module, name) if matrices else 0
-        found.append(InPlaceWeight(path, weight, *axis, blocks=blocks))
-        if type(weight) is nn.Parameter:  # not sharded
-            owners[weight] = weakref.ref(module), name
-    if not seen:
-        reason = (
-            f"its {already} weights are normalized already; give their v and g to any torch "
-            "optimizer, or call remove_weight_norm(model) first"
-            if already
-            else "`where` and requires_grad select no weight of a known layer"
+        if not parameter.requires_grad:
+            frozen[chosen.path] = parameter
+        elif parameter not in found:
+            blocks = _stacked(chosen.module, chosen.name) if matrices else 0
+            found[parameter] = InPlaceWeight(chosen.path, parameter, chosen.units, blocks=blocks)
+            if type(parameter) is nn.Parameter:  # not sharded
+                owners[parameter] = weakref.ref(chosen.module), chosen.name
+    if not found:
+        raise ValueError(
+            f"nothing to normalize in {type(model).__name__}: all chosen weights are frozen"
         )
-        raise ValueError(f"nothing to normalize in {type(model).__name__}: {reason}")
-    _refuse_shared_memory(model, {id(weight.weight) for weight in found})
-    return found, frozen, owners
+    _refuse_shared_memory(model, {id(weight) for weight in found})
+    return [*found.values()], frozen, owners
 
 
 def _refuse_shared_memory(model: nn.Module, normalized: set[int]) -> None:
@@ -730,26 +702,9 @@ def _refuse_shared_memory(model: nn.Module, normalized: set[int]) -> None:
     for path, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter or not parameter.numel():
             continue
-        other_path, other = first.setdefault(layers.memory_key(parameter), (path, parameter))
+        other_path, other = first.setdefault(memory_key(parameter), (path, parameter))
         if other is not parameter and not normalized.isdisjoint((id(other), id(parameter))):
             raise ValueError(
                 f"{path} shares its memory with {other_path} but is another parameter; tie them "
                 "as one parameter, as in `b.weight = a.weight`"
             )
-
-
-def _check_weight(path: str, module: nn.Module, name: str, weight: nn.Parameter) -> None:
-    if isinstance(weight, UninitializedParameter):
-        raise ValueError(f"{path} has no shape yet; run a batch through the model first")
-    if weight.is_meta:
-        raise ValueError(
-            f"{path} is on the meta device: there is nothing to decompose; give the model "
-            "memory and values first"
-        )
-    if not weight.is_floating_point() or weight.dtype.itemsize < 2:
-        raise TypeError(
-            f"{path} is {weight.dtype}; weight norm needs real floating-point weights of 16 bits "
-            "or more"
-        )
-    if (reason := layers.refusal(module, name)) is not None:
-        raise ValueError(f"{path} cannot be weight-normalized: {reason}")

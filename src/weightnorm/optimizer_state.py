@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weightnorm.dtensor import is_sharded
-from weightnorm.in_place import InPlaceWeight
+from weightnorm._dtensor import is_sharded
+from weightnorm._in_place import InPlaceWeight
 
 
 class OptimizerState(dict[nn.Parameter, dict[str, Any]]):

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weightnorm.kernels import is_eager, wide_dtype
+from weightnorm._kernels import is_eager
+from weightnorm._units import wide_dtype
 from weightnorm.layers import Conv, ConvTransposed
 
 

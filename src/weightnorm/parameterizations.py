@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from weightnorm.arguments import check_module
-from weightnorm.distributed import Group
+from weightnorm._distributed import Group
 from weightnorm.mean_only import mean_only_batch_norm, norm_rank, unit_count
-from weightnorm.reparam import weight_norm
+from weightnorm.module_form import weight_norm
 
 
 class Parameterization(str, Enum):
@@ -55,7 +54,6 @@ def parameterize(
     >>> [type(part).__name__ for part in parameterize(nn.Linear(2, 3), "batch-norm")]
     ['Linear', 'BatchNorm1d']
     """
-    check_module(layer, "parameterize")
     if how not in list(Parameterization):
         names = ", ".join(map(str, Parameterization))
         raise ValueError(f"how={how!r} is unknown; expected one of {names}")

@@ -19,15 +19,15 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from weightnorm import kernels, layers
-from weightnorm.arguments import check_module
+from weightnorm import layers
+from weightnorm._dtensor import refuse_sharded
+from weightnorm._torch_private import BatchNormBase, DropoutBase, MaxPoolBase
+from weightnorm._units import Units, wide_dtype
 from weightnorm.data_init import layer_of, target_layers
-from weightnorm.dtensor import refuse_sharded
 from weightnorm.folding import refuse_folded
 from weightnorm.functional import compose
 from weightnorm.inspection import is_weight_normed, normalized_weight
 from weightnorm.mean_only import MeanOnlyBatchNorm1d, MeanOnlyBatchNorm2d, MeanOnlyBatchNorm3d
-from weightnorm.torch_private import BatchNormBase, DropoutBase, MaxPoolBase
 
 Gain = float | Mapping[str, float]
 
@@ -65,7 +65,6 @@ def robust_init(
     >>> robust_init(model)
     {'0': 1.0, '2': 2.0}
     """
-    check_module(model, "robust_init")
     refuse_sharded(model, "initialize it first, then fully_shard")
     for module in model.modules():
         refuse_folded(module, "initialize the weights")
@@ -119,20 +118,19 @@ def _fans(layer: Any) -> tuple[int, int]:
 
 def _set_weight(layer: nn.Module, length: float, generator: torch.Generator | None) -> None:
     """Give every unit of the layer an orthogonal direction and the norm `length`."""
-    dim, groups = layers.unit_axis(layer, "weight")
+    units = layers.units_of(layer)
     weight: Any = layer.weight
-    v = orthogonal(weight, dim, int(getattr(layer, "groups", 1)), generator)
+    v = orthogonal(weight, units, int(getattr(layer, "groups", 1)), generator)
     if is_weight_normed(layer, "weight"):
         normalized = normalized_weight(layer, "weight")
         stored = normalized.stored
-        if stored.g.shape == kernels.unit_shape(stored.v.shape, dim, groups):
+        if stored.g.shape == units.shape(stored.v.shape):
             mask = getattr(normalized.parametrization, "mask", None)
             stored.v.copy_(v if mask is None else v * mask)  # as checkpoints expect it
             stored.g.fill_(math.log(length) if normalized.is_log else length)
             normalized.refresh()
             return
-    g = v.new_full(kernels.unit_shape(v.shape, dim, groups), length)
-    w = compose(v=v, g=g, dim=dim, groups=groups)
+    w = compose(v=v, g=v.new_full(units.shape(v.shape), length), units=units)
     if is_weight_normed(layer, "weight"):
         normalized.write(w.to(stored.v.dtype))
     else:
@@ -140,27 +138,25 @@ def _set_weight(layer: nn.Module, length: float, generator: torch.Generator | No
 
 
 def orthogonal(
-    like: Tensor, dim: int, groups: int, generator: torch.Generator | None = None
+    like: Tensor, units: Units, groups: int, generator: torch.Generator | None = None
 ) -> Tensor:
     """Draw a weight whose units have orthogonal weight vectors (within each group).
 
     If a group has more units than inputs, its columns are orthogonal instead. Drawn in float32 or
     wider.
     """
-    shape = kernels.block_shape(like.shape, dim, groups if dim else 1)
-    units = shape[0] * shape[2]
+    count = math.prod(units.shape(like.shape))
     rows = torch.empty(
         groups,
-        units // groups,
-        like.numel() // max(units, 1),
+        count // groups,
+        like.numel() // max(count, 1),
         device=like.device,
-        dtype=kernels.wide_dtype(like.dtype),
+        dtype=wide_dtype(like.dtype),
     )
     for block in rows:
         if block.numel():
             nn.init.orthogonal_(block, generator=generator)
-    blocks = rows.reshape(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
-    return blocks.reshape(like.shape)
+    return units.from_rows(rows.flatten(0, 1), like.shape)
 
 
 def _residual_scales(names: list[str], residual: str | Sequence[str]) -> dict[str, float]:

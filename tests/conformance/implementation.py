@@ -42,16 +42,16 @@ class Implementation:
 
 @contextmanager
 def without_correction() -> Iterator[None]:
-    """Take back that importing weightnorm corrects torch's second derivative."""
-    kernels = sys.modules.get("weightnorm.kernels")
-    if kernels is None:
+    """Take back that using weightnorm corrects torch's second derivative."""
+    functional = sys.modules.get("weightnorm.functional")
+    if functional is None:
         yield
         return
-    kernels._CORRECTION._destroy()
+    functional.correct_torch_second_derivative(False)
     try:
         yield
     finally:
-        kernels._CORRECTION = kernels._correct_second_derivative()
+        functional.correct_torch_second_derivative(True)
 
 
 class TorchHook(Implementation):

@@ -26,13 +26,13 @@ from torch.nn.utils import parametrizations
 
 from commands import environment, weightnorm
 from weightnorm import load_state_dict, weight_norm_model
+from weightnorm.checkpoints import part_keys
 from weightnorm.lab import checkpoint_files, files, safetensors_writer
 from weightnorm.lab.checkpoint_files import convert_file, inspect_file
 from weightnorm.lab.cli import console
 from weightnorm.lab.cli.main import main
 from weightnorm.lab.cli.verbs import VERBS
 from weightnorm.lab.errors import FileError
-from weightnorm.state_dicts import part_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

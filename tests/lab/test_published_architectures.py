@@ -29,8 +29,8 @@ from weightnorm import (
     remove_weight_norm,
     weight_norm_model,
 )
+from weightnorm.checkpoints import FORMATS, StateDictError
 from weightnorm.lab.cli import main
-from weightnorm.state_dicts import FORMATS, StateDictError
 
 pytestmark = [
     pytest.mark.xdist_group("transformers"),  # slow to import: on one worker

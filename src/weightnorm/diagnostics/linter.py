@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weightnorm.arguments import check_module, check_optimizer
-from weightnorm.dtensor import whole
-from weightnorm.functional import EPS
-from weightnorm.in_place import InPlaceWeight
+from weightnorm._dtensor import whole
+from weightnorm._in_place import InPlaceWeight
+from weightnorm._parametrize import pending_hooks
+from weightnorm._units import EPS
 from weightnorm.inspection import NormalizedWeight, find_normalized
-from weightnorm.layers import chosen_weights
+from weightnorm.layers import layer_weights
 from weightnorm.optimizer import WeightNormOptimizer
-from weightnorm.parametrization import pending_hooks
 
 LONG = 1e4
 """Ratio ‖v‖/|g| above which a unit is reported: its effective step is close to 0."""
@@ -36,6 +36,14 @@ class Finding:
         return f"{self.weight}: {self.kind}; {self.advice}"
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside a framework's wrapper (accelerate's, Lightning's), which has its
+    parameter groups but not its hooks and methods."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 @torch.no_grad()
 def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Finding]:
     """Return the probable mistakes in the normalized weights of a model; empty if there are none.
@@ -50,9 +58,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
     >>> print(*check(model))
     1.weight: not normalized, unlike other layers; use weight_norm_model, or ignore this if intended
     """
-    check_module(model, "check")
     if optimizer is not None:
-        optimizer = check_optimizer(optimizer, "check")
+        optimizer = unwrapped(optimizer)
     found = list(find_normalized(model))
     in_optimizer = optimizer._weights if isinstance(optimizer, WeightNormOptimizer) else []
     findings = [*_left_out(model, found, in_optimizer)]
@@ -77,7 +84,7 @@ def _left_out(
     if not (names or plain):
         yield Finding("no weight is normalized", "the model", "apply weight_norm_model to it")
         return
-    for path, layer, name in chosen_weights(model):
+    for path, layer, name in layer_weights(model):
         if path not in names and id(layer._parameters.get(name)) not in plain:
             yield Finding(
                 "not normalized, unlike other layers",

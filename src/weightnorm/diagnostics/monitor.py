@@ -9,10 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from weightnorm.arguments import check_module, check_optimizer
+from weightnorm._dtensor import whole
+from weightnorm.diagnostics.linter import unwrapped
 from weightnorm.diagnostics.probes import angles, rows_of, unit_vectors
-from weightnorm.dtensor import whole
-from weightnorm.functional import unit_rows
 from weightnorm.inspection import find_normalized
 from weightnorm.optimizer import WeightNormOptimizer
 
@@ -58,8 +57,7 @@ class TrainingMonitor:
         every: int = 100,
         prefix: str = "",
     ) -> None:
-        check_module(model, "TrainingMonitor")
-        optimizer = check_optimizer(optimizer, "TrainingMonitor")
+        optimizer = unwrapped(optimizer)
         if not callable(log) and not hasattr(log, "add_scalar"):
             raise TypeError(
                 "log must be a TensorBoard SummaryWriter or a function of tag, value and step; "
@@ -115,7 +113,7 @@ class TrainingMonitor:
         if isinstance(self._optimizer, WeightNormOptimizer):
             parts = self._optimizer.parts().values()
             for plain, (_, g) in zip(self._optimizer._weights, parts, strict=True):
-                rows = unit_rows(plain.master.detach(), plain.dim, plain.groups)
+                rows = plain.units.rows(whole(plain.master.detach()))
                 yield plain.name, rows, plain.norm, g
 
     def _log(self, tag: str, value: float) -> None:

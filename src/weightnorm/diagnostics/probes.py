@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from weightnorm.dtensor import whole
+from weightnorm._dtensor import whole
+from weightnorm._units import Units, wide_dtype
 from weightnorm.folding import remove_weight_norm
-from weightnorm.functional import unit_rows
 from weightnorm.inspection import NormalizedWeight, find_normalized
-from weightnorm.kernels import wide_dtype
-from weightnorm.layers import chosen_weights, unit_axis
+from weightnorm.layers import layer_weights, units_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -54,9 +53,9 @@ def weight_rows(model: nn.Module) -> dict[str, Tensor]:
     torch.Size([3, 10])
     """
     found = {weight.path: rows_of(weight) for weight in find_normalized(model)}
-    for path, layer, name in chosen_weights(model):
+    for path, layer, name in layer_weights(model):
         if path not in found:
-            found[path] = unit_rows(getattr(layer, name), *unit_axis(layer, name)).clone()
+            found[path] = units_of(layer).rows(getattr(layer, name)).clone()
     return found
 
 
@@ -99,10 +98,10 @@ def example_gradients(
     """
     plain = deepcopy(model).requires_grad_(False)
     remove_weight_norm(plain)
-    axes = {path: unit_axis(layer, name) for path, layer, name in chosen_weights(plain)}
-    weights = {path: getattr(layer, name).detach() for path, layer, name in chosen_weights(plain)}
-    if unknown := [name for name in names if name not in axes]:
-        raise ValueError(f"no weight {unknown[0]!r}; there are {', '.join(axes)}")
+    units = {path: units_of(layer) for path, layer, _ in layer_weights(plain)}
+    weights = {path: getattr(layer, name).detach() for path, layer, name in layer_weights(plain)}
+    if unknown := [name for name in names if name not in units]:
+        raise ValueError(f"no weight {unknown[0]!r}; there are {', '.join(units)}")
     first = {w.data_ptr(): path for path, w in reversed(weights.items())}
     chosen = list(names) or [path for path, w in weights.items() if first[w.data_ptr()] == path]
 
@@ -112,7 +111,7 @@ def example_gradients(
 
     per_example = vmap(grad(example_loss), in_dims=(None, 0, 0), randomness="different")
     gradients = per_example({name: weights[name] for name in chosen}, inputs, targets)
-    return {name: _example_rows(gradients[name], *axes[name]) for name in chosen}
+    return {name: _example_rows(gradients[name], units[name]) for name in chosen}
 
 
 def gradient_covariance(gradients: Tensor) -> Tensor:
@@ -179,9 +178,8 @@ def excess_kurtosis(x: Tensor) -> Tensor:
 @torch.no_grad()
 def rows_of(weight: NormalizedWeight) -> Tensor:
     """Return a copy of the weight as a matrix with one row per output unit."""
-    dim, groups = weight.axis
-    return unit_rows(weight.weight(), dim, groups).clone()
+    return weight.units.rows(weight.weight()).clone()
 
 
-def _example_rows(gradient: Tensor, dim: int, groups: int) -> Tensor:
-    return torch.stack([unit_rows(one, dim, groups) for one in gradient])
+def _example_rows(gradient: Tensor, units: Units) -> Tensor:
+    return torch.stack([units.rows(one) for one in gradient])

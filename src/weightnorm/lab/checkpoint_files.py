@@ -33,10 +33,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from weightnorm import functional
-from weightnorm.lab.errors import FileError, printable
-from weightnorm.lab.files import atomic_writer, write_atomically
-from weightnorm.lab.safetensors_writer import DTYPES, TensorToWrite, write_safetensors
-from weightnorm.state_dicts import (
+from weightnorm.checkpoints import (
     Conversion,
     Dim,
     Format,
@@ -46,11 +43,14 @@ from weightnorm.state_dicts import (
     WeightSelection,
     convert_state_dict,
     join_path,
-    kept_axis,
     nested_mappings,
     plan_conversion,
     stored_weights,
+    units_of,
 )
+from weightnorm.lab.errors import FileError, printable
+from weightnorm.lab.files import atomic_writer, write_atomically
+from weightnorm.lab.safetensors_writer import DTYPES, TensorToWrite, write_safetensors
 
 Kind = Literal["pickle", "whole", "sharded"]
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
@@ -66,7 +66,7 @@ class WeightSummary:
     name: str
     format: Format
     shape: tuple[int, ...]
-    dim: int | Literal["ambiguous"] | None
+    dim: int | tuple[int, ...] | Literal["ambiguous"] | None
     """The kept axis; ambiguous for a flat g beside a square v."""
     units: int
     v_norm: float
@@ -468,13 +468,14 @@ def _summary(name: str, weight: StoredWeight) -> WeightSummary:
     v, g = weight.v, weight.parts.g.float().flatten()
     v = v.float() if v.dtype.itemsize == 1 else v
     dead, v_norm = g == 0, float("nan")
-    dim: int | Literal["ambiguous"] | None
+    dim: int | tuple[int, ...] | Literal["ambiguous"] | None
     try:
-        dim, groups = kept_axis(weight)
+        units = units_of(weight)
     except StateDictError:
         dim = "ambiguous"
     else:
-        norm = functional.norm(v, dim, groups=groups).flatten()
+        dim = units.dim
+        norm = functional.norm(v, units).flatten()
         dead, v_norm = dead | (norm == 0), norm.mean().item()
     return WeightSummary(
         name=name,

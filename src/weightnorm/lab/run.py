@@ -31,8 +31,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from weightnorm._distributed import RankLost
 from weightnorm.diagnostics import weight_rows
-from weightnorm.distributed import RankLost
 from weightnorm.init_report import InitReport
 from weightnorm.lab.errors import (
     CheckpointError,

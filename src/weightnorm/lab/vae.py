@@ -20,7 +20,8 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from weightnorm import Parameterization, batched_weights, data_dependent_init, folded
+from weightnorm import Parameterization, data_dependent_init, folded
+from weightnorm._torch_private import foreach_lerp_
 from weightnorm.lab.data import cifar10, digits, mnist
 from weightnorm.lab.errors import require
 from weightnorm.lab.models.likelihoods import bits_per_dim
@@ -31,7 +32,6 @@ from weightnorm.lab.records import RunRecord
 from weightnorm.lab.run import Run
 from weightnorm.lab.runs.config import RunConfig
 from weightnorm.lab.runs.validation import COUNT, NONNEGATIVE, POSITIVE, SEVERAL, SIZE, Limits
-from weightnorm.torch_private import foreach_lerp_
 
 NAME = "vae"
 TITLE = "convolutional VAE with inverse autoregressive flow (section 5.2)"
@@ -157,7 +157,6 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
         )
         run.record_initialization(report)
         network = torch.compile(model) if config.compile else model
-        weights = batched_weights(model)
 
         optimizer = torch.optim.Adamax(model.parameters(), lr=config.learning_rate, foreach=True)
         steps = config.average_epochs * len(train) / config.batch_size
@@ -167,8 +166,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
 
         for _ in run.epochs(config.epochs):
             for rows in run.batches(len(train), config.batch_size):
-                with weights:
-                    terms = network(to_input(train[rows], config))
+                terms = network(to_input(train[rows], config))
                 optimizer.zero_grad()
                 objective(terms, config.free_bits, run).backward()
                 run.ranks.sum_gradients(model)

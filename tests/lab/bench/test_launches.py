@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from weightnorm import WeightNormOptimizer, batched_weights, weight_norm, weight_norm_model
-from weightnorm.kernels import assume_accelerator
+from weightnorm._kernels import assume_accelerator
 from weightnorm.lab.bench.launches import count_launches
 
 

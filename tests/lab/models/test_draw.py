@@ -6,7 +6,8 @@ from torch import nn
 from torch.distributions import Bernoulli, Normal, kl_divergence
 from torch.func import functional_call
 
-from weightnorm import kernels, normalized_weights, weight_norm_model
+from weightnorm import _kernels as kernels
+from weightnorm import normalized_weights, weight_norm_model
 from weightnorm.lab.bench.cases.draw_step import LayerByLayer
 from weightnorm.lab.models.draw import (
     DRAW,

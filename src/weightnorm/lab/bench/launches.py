@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from weightnorm.kernels import assume_accelerator
-from weightnorm.torch_private import TorchDispatchMode
+from weightnorm._kernels import assume_accelerator
+from weightnorm._torch_private import TorchDispatchMode
 
 _NO_LAUNCH = {
     "_unsafe_view",

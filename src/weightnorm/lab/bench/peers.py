@@ -12,7 +12,7 @@ from torch.nn.utils import weight_norm as torch_weight_norm
 
 from weightnorm import weight_norm_model
 from weightnorm.lab.interleaved import Call
-from weightnorm.layers import chosen_weights
+from weightnorm.layers import layer_weights
 
 PLAIN, OURS = "plain", "weight norm"
 PARAMETRIZATION, HOOK = "torch parametrization", "torch hook"
@@ -20,7 +20,7 @@ PARAMETRIZATION, HOOK = "torch parametrization", "torch hook"
 
 def apply_torch_parametrization(model: nn.Module) -> None:
     """Apply torch's parametrization to every weight that ours would normalize."""
-    for _, module, name in [*chosen_weights(model, None)]:
+    for _, module, name in [*layer_weights(model)]:
         parametrizations.weight_norm(module, name)
 
 
@@ -28,7 +28,7 @@ def apply_torch_hook(model: nn.Module) -> None:
     """Apply torch's deprecated hook to every weight that ours would normalize."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        for _, module, name in [*chosen_weights(model, None)]:
+        for _, module, name in [*layer_weights(model)]:
             torch_weight_norm(module, name)
 
 

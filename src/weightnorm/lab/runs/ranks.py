@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # see Note [import torch.distributed.nn early]
 from torch import Tensor, nn
 
-from weightnorm.distributed import RankLost, collective
+from weightnorm._distributed import RankLost, collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from weightnorm import WeightNormOptimizer, batched_weights, weight_norm_model
-from weightnorm.kernels import assume_accelerator
+from weightnorm import WeightNormOptimizer
 from weightnorm.lab.bench.benchmark import Benchmark, Case, Settings
-from weightnorm.lab.bench.cases.vocoder import BATCHED, CHANNELS, LAYERS, Residuals
 from weightnorm.lab.bench.goals import CopiesAtMost
 from weightnorm.lab.bench.launches import count_launches
 from weightnorm.lab.bench.peers import OURS, PLAIN, peer_models
@@ -61,21 +59,6 @@ def cases(settings: Settings) -> Iterator[Case]:
     yield layer_case("ConvTranspose1d", lambda: nn.ConvTranspose1d(8, 6, 3), sequence, 17)
     yield layer_case("LSTM", lambda: nn.LSTM(16, 6), sequence, 12)
 
-    layers = settings.size(LAYERS, 2)
-    x = torch.randn(1, CHANNELS, 16)
-    models = peer_models(lambda: Residuals(layers), CPU)
-    peers = {peer: passes(partial(output, model, x), model) for peer, model in models.items()}
-    batched = Residuals(layers)
-    weight_norm_model(batched)
-    with assume_accelerator():
-        weights = batched_weights(batched)
-
-    def run() -> Tensor:
-        with weights:
-            return output(batched, x)
-
-    peers[BATCHED] = passes(run, batched)
-    yield _case(f"{layers} Conv1d", peers, CopiesAtMost(BATCHED, 14, PLAIN, 1, "launches"))
     yield optimizer_case(settings.size(12, 2))
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from weightnorm.kernels import compose, formula, unit_shape
+from weightnorm._kernels import compose, formula
+from weightnorm._torch_private import torch_weight_norm
+from weightnorm._units import Units
 from weightnorm.lab.bench.benchmark import Benchmark, Case, Settings, Work
 from weightnorm.lab.bench.goals import AtMost
 from weightnorm.lab.interleaved import Call
-from weightnorm.torch_private import torch_weight_norm
 
 SHAPES = ((64, 32, 3, 3), (192, 192, 3, 3), (512, 512, 7), (4096, 1024))
 OURS, TORCH, FORMULA, COPY = "ours", "torch", "formula by autograd", "copy of the weight"
@@ -30,7 +31,7 @@ def cases(settings: Settings) -> Iterator[Case]:
 def case(shape: torch.Size, dim: int, settings: Settings) -> Case:
     fused = dim in (0, len(shape) - 1)  # else torch composes the formula from smaller operations
     v = torch.randn(shape, device=settings.device, requires_grad=True)
-    g = torch.rand(unit_shape(shape, dim), device=settings.device, requires_grad=True)
+    g = torch.rand(Units(dim).shape(shape), device=settings.device, requires_grad=True)
     grad, target = torch.randn_like(v), torch.empty_like(v)
 
     def both(w: Tensor) -> None:
@@ -42,8 +43,8 @@ def case(shape: torch.Size, dim: int, settings: Settings) -> Case:
 
     peers: dict[str, Call] = {
         TORCH: lambda: both(torch_weight_norm(v, g, dim)),
-        OURS: lambda: both(compose(v, g, dim)),
-        FORMULA: lambda: both(formula(v, g, dim)),
+        OURS: lambda: both(compose(v, g, Units(dim))),
+        FORMULA: lambda: both(formula(v, g, Units(dim))),
         COPY: copy,
     }
     name = f"{'×'.join(map(str, shape))}, dim {dim}, torch {'fused' if fused else 'composes'}"

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightnorm import WeightNormOptimizer
+from weightnorm._torch_private import foreach_mul_, fused_weight_norm_backward
 from weightnorm.lab.bench.benchmark import Benchmark, Case, Settings, Summary, Work
 from weightnorm.lab.bench.cases.vocoder import CHANNELS, Residuals
 from weightnorm.lab.bench.goals import AtMost, CopiesAtMost
@@ -25,8 +26,7 @@ from weightnorm.lab.bench.peers import NORMALIZATIONS, OURS, PLAIN, build
 from weightnorm.lab.bench.roofline import operations
 from weightnorm.lab.interleaved import Call, seconds
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
-from weightnorm.layers import chosen_weights
-from weightnorm.torch_private import foreach_mul_, fused_weight_norm_backward
+from weightnorm.layers import layer_weights
 
 MODULE, OPTIMIZER = "module form", "optimizer form"
 MUON, MUOWN = "Muon", "optimizer form, Muon"
@@ -54,7 +54,7 @@ class MuonOfMatrices:
     """Muon on every weight as a matrix, Adam on the rest: what Muon alone costs."""
 
     def __init__(self, model: nn.Module) -> None:
-        weights = {module._parameters[name] for _, module, name in chosen_weights(model)}
+        weights = {module._parameters[name] for _, module, name in layer_weights(model)}
         self.weights = [p for p in model.parameters() if p in weights]
         self.matrices = [nn.Parameter(p.detach().flatten(1)) for p in self.weights]
         self.muon = muon(self.matrices)
@@ -71,7 +71,7 @@ class KernelsOnly:
     """The optimizer form's calls of torch, without checks: no zero rows, no weight written to."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.weights: list[Any] = [getattr(m, name) for _, m, name in chosen_weights(model)]
+        self.weights: list[Any] = [getattr(m, name) for _, m, name in layer_weights(model)]
         self.rows = [w.detach().flatten(1) for w in self.weights]
         self.counts = [len(x) for x in self.rows]
         self.norm = self.norms()

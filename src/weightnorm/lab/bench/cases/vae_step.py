@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from weightnorm import batched_weights
 from weightnorm.lab.bench.benchmark import Benchmark, Case, Settings, Summary, Work
 from weightnorm.lab.bench.goals import AtMost
 from weightnorm.lab.bench.peers import OURS
@@ -31,12 +30,10 @@ def training_step(model: VAE, x: Tensor) -> Call:
     """A training step of the experiment: bound, gradient, Adamax, parameter average."""
     optimizer = torch.optim.Adamax(model.parameters(), lr=0.002, foreach=True)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
-    weights = batched_weights(model)
 
     def step() -> None:
         optimizer.zero_grad()
-        with weights:
-            elbo = model(x).elbo
+        elbo = model(x).elbo
         (-elbo.mean()).backward()
         optimizer.step()
         average.update_parameters(model)

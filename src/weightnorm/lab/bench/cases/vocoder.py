@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from weightnorm import batched_weights, folded, weight_norm_model
+from weightnorm import folded
 from weightnorm.lab.bench.benchmark import Benchmark, Case, Settings, Summary, Work
 from weightnorm.lab.bench.goals import AtMost
 from weightnorm.lab.bench.peers import (
@@ -15,7 +15,6 @@ from weightnorm.lab.bench.peers import (
     OURS,
     PARAMETRIZATION,
     PLAIN,
-    build,
     peer_models,
     training_step,
 )
@@ -24,7 +23,6 @@ from weightnorm.lab.interleaved import Call
 LAYERS, CHANNELS, LENGTH, BATCH = 60, 32, 512, 4
 DILATIONS = (1, 3, 5)
 FOLDED = "weight norm, folded"
-BATCHED = "weight norm, batched"
 
 
 class Residuals(nn.Module):
@@ -52,28 +50,14 @@ def cases(settings: Settings) -> Iterator[Case]:
     def train(model: nn.Module) -> Call:
         return training_step(model, lambda: model(x).square().mean())
 
-    def train_batched(model: nn.Module) -> Call:
-        weights = batched_weights(model)
-
-        def loss() -> Tensor:
-            with weights:
-                y: Tensor = model(x)
-            return y.square().mean()
-
-        return training_step(model, loss)
-
-    batched = build(lambda: Residuals(layers), weight_norm_model, settings.device)
     yield Case(
         "training step",
-        {name: train(model) for name, model in models.items()} | {BATCHED: train_batched(batched)},
+        {name: train(model) for name, model in models.items()},
         base=PLAIN,
-        goals=(AtMost(OURS, 1.0, PARAMETRIZATION), AtMost(BATCHED, 1.03, PLAIN)),
-        work=Work(3 * operations, "convolution", BATCHED),
-        summary=(
-            Summary("60 conv1d layers", OURS, PARAMETRIZATION, HOOK),
-            Summary("60 conv1d layers, batched", BATCHED, goal=1),
-        ),
-        at_least_base=(OURS, PARAMETRIZATION, HOOK, BATCHED),
+        goals=(AtMost(OURS, 1.0, PARAMETRIZATION),),
+        work=Work(3 * operations, "convolution", OURS),
+        summary=(Summary("60 conv1d layers", OURS, PARAMETRIZATION, HOOK),),
+        at_least_base=(OURS, PARAMETRIZATION, HOOK),
     )
 
     def infer(model: nn.Module) -> Call:

@@ -9,7 +9,6 @@ the tensor. Added to torch's implementation:
 - ``load_state_dict`` accepts the keys of torch's older weight norm, ``weight_g`` and ``weight_v``;
 - ``reset_parameters`` initializes the weight through v and g (torch's fills a temporary tensor);
 - a recurrent layer computes its weights once per forward pass and keeps none of them;
-- caching is per thread (``cached_weights``; the cache of ``parametrize.cached`` is global);
 - ``unparametrize`` replaces the tensor by a plain parameter and returns a function to undo it.
 """
 
@@ -17,10 +16,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,78 +25,58 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.weight_norm import WeightNorm as TorchHook
 
-from weightnorm import functional, kernels
-from weightnorm.dtensor import on_mesh_of, placed_like
-from weightnorm.functional import EPS
-from weightnorm.layers import parametrizations_of
+from weightnorm import _kernels, functional
+from weightnorm._dtensor import placed_like
+from weightnorm._units import EPS, Units
 
 Scale = Literal["linear", "log"]
 SCALES = ("linear", "log")
-
-
-def check_scale(scale: object) -> None:
-    """Raise a ValueError if `scale` is not one of SCALES."""
-    if scale not in SCALES:
-        near = get_close_matches(str(scale), SCALES, 1) or SCALES
-        raise ValueError(f"scale={scale!r} is unknown; expected one of {SCALES}: {near[0]!r}?")
 
 
 class WeightNorm(nn.Module):
     """Compute w = g·v/‖v‖: the module that torch.nn.utils.parametrize evaluates.
 
     ``forward(g, v)`` returns w, and ``right_inverse(w)`` returns (g, v). With ``scale="log"`` the
-    first of the two is s, with g = eˢ. Arguments as in ``weight_norm``, with `dim` None or counted
-    from the front; `groups` splits axis 0 before the norm is taken, as a grouped transposed
-    convolution requires.
+    first of the two is s, with g = eˢ. Arguments as in ``weight_norm``; `units` instead of `dim`.
     """
 
     mask: Tensor | None
 
     def __init__(
         self,
-        dim: int | None,
+        units: Units,
         *,
-        groups: int = 1,
         scale: Scale = "linear",
         mask: Tensor | None = None,
         eps: float = EPS,
     ) -> None:
         super().__init__()
-        if isinstance(dim, nn.Module):
-            raise TypeError(
-                f"dim must be an integer or None; got {type(dim).__name__}: to normalize a layer "
-                "use weight_norm(layer)"
-            )
-        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 0):
-            raise ValueError(
-                f"dim={dim!r}; expected None or an axis counted from the front, 0 or greater "
-                '(weight_norm also takes "auto" and negative ones)'
-            )
-        check_scale(scale)
-        self.dim, self.groups, self.scale, self.eps = dim, groups, scale, eps
+        if scale not in SCALES:
+            raise ValueError(f"scale={scale!r} is unknown; expected one of {SCALES}")
+        self.units, self.scale, self.eps = units, scale, eps
         self.register_buffer("mask", mask, persistent=False)
         self.plain = mask is None and scale == "linear"
         if scale == "log":
-            # A key of its own in the state dict, so that s is never loaded as g, or g as s.
-            self.register_buffer("log_scale", torch.tensor(True))
+            # A key of its own in the state dict, so that s is never loaded as g, or g as s. Not a
+            # bool: averages of buffers must leave it as it is.
+            self.register_buffer("log_scale", torch.tensor(1.0))
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
         if not self.plain:
-            g = self.length(g)
-            v = v if self.mask is None else v * on_mesh_of(self.mask, v)
+            g, v = self.length(g), functional.masked(v, self.mask)
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             return self._traced(g=g, v=v)
-        return kernels.compose(v=v, g=g, dim=self.dim, groups=self.groups, eps=self.eps)
+        return _kernels.compose(v, g, self.units, self.eps)
 
     def _traced(self, *, g: Tensor, v: Tensor) -> Tensor:
         """The same for torch.jit.trace, which must record one graph with and without gradients."""
         with torch.enable_grad(), warnings.catch_warnings():
             # The formula branches on the weight's shape, which is a constant.
             warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
-            return kernels.formula(v=v, g=g, dim=self.dim, groups=self.groups, eps=self.eps)
+            return _kernels.formula(v, g, self.units, self.eps)
 
     def right_inverse(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        v, g = functional.decompose(w, self.dim, groups=self.groups, mask=self.mask, eps=self.eps)
+        v, g = functional.decompose(w, self.units, mask=self.mask, eps=self.eps)
         return self.stored(g), v
 
     def length(self, stored: Tensor) -> Tensor:
@@ -114,8 +91,23 @@ class WeightNorm(nn.Module):
         return g.clamp_min(torch.finfo(g.dtype).tiny).log() if self.scale == "log" else g
 
     def extra_repr(self) -> str:
-        groups = f", groups={self.groups}" if self.groups > 1 else ""
-        return f"dim={self.dim}{groups}, scale={self.scale!r}{', masked' * (self.mask is not None)}"
+        groups = f", groups={self.units.groups}" if self.units.groups > 1 else ""
+        masked = ", masked" * (self.mask is not None)
+        return f"dim={self.units.dim}{groups}, scale={self.scale!r}{masked}"
+
+
+def parametrizations_of(module: nn.Module) -> Any:
+    """Return the module's ParametrizationLists by tensor name; empty if there are none.
+
+    (torch's ``is_parametrized`` reads the attribute, so it is also true of a wrapper that forwards
+    attributes to the module it wraps, as peft's do.)
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}
+    own = module._modules.get("parametrizations")
+    if not isinstance(own, nn.ModuleDict):
+        return {}
+    return own if all(isinstance(one, ParametrizationList) for one in own.values()) else {}
 
 
 class WeightNormParametrizationList(ParametrizationList):
@@ -143,16 +135,18 @@ class WeightNormParametrizationList(ParametrizationList):
 
 
 def is_plain(parametrizations: Any) -> bool:
-    """Whether the weight is g·v/‖v‖ of two parameters and nothing else.
+    """Whether the weight is g·v/‖v‖ of its own v and g and nothing else.
 
     False with a further parametrization, a hook, another ``forward`` (accelerate's, for offloaded
-    parameters), a part that is pruned or otherwise no parameter, and in the replicas of
-    ``nn.DataParallel``: torch's implementation serves them.
+    parameters), a part that is pruned, and in the replicas of ``nn.DataParallel``: torch's
+    implementation serves them.
     """
     if type(parametrizations) is not WeightNormParametrizationList:
         return False
     parameters, modules = parametrizations._parameters, parametrizations._modules
-    if len(modules) != 1 or "original0" not in parameters or "original1" not in parameters:
+    if len(modules) != 1 or "original1" not in parameters:
+        return False
+    if "original0" not in parameters and "original0" not in parametrizations._buffers:
         return False
     weight_norm: Any = modules["0"]
     return not (
@@ -167,88 +161,18 @@ def is_plain(parametrizations: Any) -> bool:
 def _compute(parametrizations: Any) -> Tensor:
     """Compute a weight that `is_plain`."""
     parameters = parametrizations._parameters
+    g = parameters.get("original0")
     w: Tensor = parametrizations._modules["0"].forward(
-        parameters["original0"], parameters["original1"]
+        parametrizations._buffers["original0"] if g is None else g, parameters["original1"]
     )
     return w
 
 
-class _CachedWeight(NamedTuple):
-    """A computed weight and the state of v and g it was computed from."""
-
-    weight: Tensor
-    v: Tensor
-    g: Tensor
-    versions: tuple[int, int] | None
-    """Numbers of in-place writes to v and g so far; None for inference tensors, which have none."""
-    with_gradients: bool
-
-
-# Not None: a compiled function that finds None in place of a dict aborts (Python 3.12, torch 2.15).
-_INACTIVE: dict[int, Any] = {}
-_THREAD = threading.local()
-"""``weights``: this thread's cache while ``cached_weights`` is active, else _INACTIVE or absent.
-``running``: the recurrent layers whose forward pass this thread is in."""
-
-
-@contextmanager
-def cached_weights(*, new: bool = False) -> Iterator[None]:
-    """Compute each normalized weight at most once inside the block, in this thread.
-
-    Replaces ``parametrize.cached()``, whose cache all threads share. A weight is computed again
-    when v or g was replaced or written to in place (but not through ``.data``), and when it was
-    computed without a graph but gradients are enabled now. A nested block shares the cache of the
-    outer one, unless `new` is set.
-    """
-    outer = getattr(_THREAD, "weights", _INACTIVE)
-    _THREAD.weights = {} if new or outer is _INACTIVE else outer
-    try:
-        yield
-    finally:
-        _THREAD.weights = outer
-
-
-def cache_weight(parametrizations: Any, weight: Tensor) -> None:
-    """Store a weight that was computed elsewhere in this thread's cache."""
-    parameters = parametrizations._parameters
-    v, g = parameters["original1"], parameters["original0"]
-    versions = None if v.is_inference() or g.is_inference() else (v._version, g._version)
-    _THREAD.weights[id(parametrizations)] = _CachedWeight(
-        weight, v, g, versions, torch.is_grad_enabled()
-    )
-
-
-def read_cached(parametrizations: Any) -> Tensor | None:
-    """Return the weight from this thread's cache if recomputing it would change nothing."""
-    entry = _THREAD.weights.get(id(parametrizations))
-    if entry is None:
-        return None
-    # In one function, without calls: this runs whenever a layer reads a batched weight.
-    weight: Tensor
-    weight, v, g, versions, with_gradients = entry
-    parameters = parametrizations._parameters
-    if (
-        parameters["original1"] is v
-        and parameters["original0"] is g
-        and (with_gradients or not torch.is_grad_enabled())
-        # A compiled graph must not depend on counters that change with every step.
-        and (
-            versions is None
-            or torch.compiler.is_compiling()
-            or (v._version == versions[0] and g._version == versions[1])
-        )
-    ):
-        return weight
-    return None
-
-
-def _read_through_cache(parametrizations: Any) -> Tensor:
-    if (cached := read_cached(parametrizations)) is not None:
-        return cached
-    w = _compute(parametrizations)
-    if not torch.compiler.is_compiling():
-        cache_weight(parametrizations, w)
-    return w
+def freeze_length(parametrizations: WeightNormParametrizationList) -> None:
+    """Make g a buffer: ``requires_grad_(True)`` on the model does not train it."""
+    g = parametrizations._parameters.pop("original0")
+    assert g is not None
+    parametrizations.register_buffer("original0", g.detach())
 
 
 def register(
@@ -357,26 +281,36 @@ def _torch_hooks(module: nn.Module) -> dict[int, Any]:
 
 
 class NormalizeWhenMaterialized:
-    """Forward pre-hook that normalizes a weight of a lazy module once it has a shape."""
+    """Forward pre-hook that normalizes a weight of lazy modules once it has a shape.
 
-    def __init__(self, name: str, apply: Callable[[], None]) -> None:
-        self.name, self.apply = name, apply
+    Modules that share the parameter share the hook: the first to run normalizes it for all.
+    """
+
+    def __init__(self, apply: Callable[[], None]) -> None:
+        self.apply = apply
+        self.names: dict[nn.Module, str] = {}
+
+    def add(self, module: nn.Module, name: str) -> None:
+        """Wait for this module's first forward pass."""
+        self.names[module] = name
+        module.register_forward_pre_hook(self)
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
+        self.remove()
         self.apply()
-        self.remove(module)
 
-    def remove(self, module: nn.Module) -> None:
-        """Take the hook off the module."""
-        hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is self]:
-            del hooks[key]
+    def remove(self) -> None:
+        """Take the hook off its modules."""
+        for module in self.names:
+            hooks = module._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                del hooks[key]
 
 
 def pending_hooks(module: nn.Module) -> dict[str, NormalizeWhenMaterialized]:
     """Return the hooks of weights to be normalized when a lazy module is materialized."""
     hooks = module._forward_pre_hooks.values()
-    return {h.name: h for h in hooks if isinstance(h, NormalizeWhenMaterialized)}
+    return {h.names[module]: h for h in hooks if isinstance(h, NormalizeWhenMaterialized)}
 
 
 def refresh_recurrent(module: nn.Module) -> None:
@@ -452,16 +386,12 @@ def _plain_class(module: nn.Module) -> Any:
 
 
 def _fast_property(name: str, torchs: property) -> property:
-    """Return torch's property with fewer calls per read, and with a cache per thread."""
+    """Return torch's property with fewer calls per read."""
 
     def read(module: nn.Module) -> Any:
-        if parametrize._cache_enabled:
-            return torchs.fget(module)  # type: ignore[misc]
         parametrizations = module._modules["parametrizations"]._modules[name]  # type: ignore
-        if not is_plain(parametrizations):
+        if parametrize._cache_enabled or not is_plain(parametrizations):
             return torchs.fget(module)  # type: ignore[misc]
-        if getattr(_THREAD, "weights", _INACTIVE) is not _INACTIVE:
-            return _read_through_cache(parametrizations)
         return _compute(parametrizations)
 
     return property(read, torchs.fset)
@@ -557,6 +487,10 @@ def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     return module
 
 
+_THREAD = threading.local()
+"""``running``: the recurrent layers whose forward pass this thread is in, with their weights."""
+
+
 def _recurrent_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the layer with weights computed once, from the current v and g.
 
@@ -564,21 +498,21 @@ def _recurrent_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     copies of the weights that never change (pytorch#65688).
     """
     running = _THREAD.__dict__.setdefault("running", [])
-    running.append(module)
+    running.append((module, [getattr(module, name) for name in module._flat_weights_names]))
     try:
-        with cached_weights():
-            return _plain_class(module).forward(module, *args, **kwargs)
+        return _plain_class(module).forward(module, *args, **kwargs)
     finally:
         running.pop()
 
 
 def _flat_weights(module: Any) -> list[Any]:
-    """Return the current weights during a forward pass of this thread, and None otherwise.
+    """Return the weights of the forward pass that this thread is in, and None outside of one.
 
     (torch's layer also writes to this list whenever a parameter is set, as FSDP2 does.)
     """
-    if any(module is other for other in getattr(_THREAD, "running", ())):
-        return [getattr(module, name) for name in module._flat_weights_names]
+    for other, weights in reversed(getattr(_THREAD, "running", ())):
+        if other is module:
+            return weights  # type: ignore[no-any-return]
     return [None] * len(module._flat_weights_names)
 
 

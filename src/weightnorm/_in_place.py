@@ -17,9 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from weightnorm.dtensor import is_sharded, local, placed_like
-from weightnorm.functional import Parts
-from weightnorm.kernels import EPS, unit_shape, wide_dtype
+from weightnorm._dtensor import is_sharded, local, placed_like
+from weightnorm._units import EPS, Parts, Units, wide_dtype
 
 Retract = bool | float | Literal["rms"]
 
@@ -30,22 +29,14 @@ class InPlaceWeight:
     Args:
         name: its name in the model.
         weight: a plain parameter, perhaps sharded.
-        dim: the axis that is kept, or None for one g.
-        groups: how many groups axis 0 splits into, for grouped transposed convolutions.
+        units: its units, with axes counted from the front.
         blocks: 0 to hand the weight itself to the inner optimizer; n to hand it n matrices that are
             stacked along axis 0, in the weight's memory.
     """
 
-    def __init__(
-        self, name: str, weight: nn.Parameter, dim: int | None, groups: int = 1, blocks: int = 0
-    ) -> None:
-        self.name, self.weight, self.dim, self.groups, self.blocks = (
-            name,
-            weight,
-            dim,
-            groups,
-            blocks,
-        )
+    def __init__(self, name: str, weight: nn.Parameter, units: Units, blocks: int = 0) -> None:
+        self.name, self.weight, self.units, self.blocks = name, weight, units, blocks
+        self.kept_axes, self.groups = units.kept(weight.ndim), units.groups
         self.index: Tensor | None = None
         self.cut: tuple[Any, ...] = ()
         self._locate_units()
@@ -73,7 +64,7 @@ class InPlaceWeight:
 
     def _locate_units(self) -> None:
         """Which mesh axes cut units, and where the units' numbers lie."""
-        self.shape = unit_shape(self.weight.shape, self.dim, self.groups)
+        self.shape = self.units.shape(self.weight.shape)
         self.placements: Any = None
         if not is_sharded(self.weight):
             return
@@ -84,7 +75,7 @@ class InPlaceWeight:
             raise ValueError(f"{self.name} has pending reductions over ranks: {placements}")
         # By `dim`, not `is_shard`: FSDP2 of a tensor-parallel weight has strided shards.
         shards = [None if p.is_replicate() else p.dim for p in placements]
-        whole = [dim in (None, self.dim) for dim in shards]
+        whole = [dim is None or dim in self.kept_axes for dim in shards]
         if self.groups > 1 and not all(p.is_replicate() or p.is_shard() for p in placements):
             raise ValueError(
                 f"{self.name} has groups and the placements {placements}: which rows this rank has "
@@ -148,7 +139,7 @@ class InPlaceWeight:
         self.pointer, self.stored = local(self.weight).data_ptr(), stored
         self.strides, self.dtype = stored.stride(), self.weight.dtype
         self.x, self.axes = self._unit_view(stored)
-        self.rows = self.dim == 0 and self.axes == (1,) and self.x.is_contiguous()
+        self.rows = self.units.are_rows and self.axes == (1,) and self.x.is_contiguous()
         kept = [1 if axis in self.axes else size for axis, size in enumerate(self.x.shape)]
         if self.index is not None:
             kept[0] = self.groups
@@ -180,12 +171,12 @@ class InPlaceWeight:
         """The same, and the axes that a norm runs over."""
         if self.index is not None:
             return x, tuple(range(2, x.ndim))
-        if self.dim == 0 and x.ndim > 1 and _has_dense_rows(x):
+        if self.units.are_rows and x.ndim > 1 and _has_dense_rows(x):
             return _rows(x), (1,)
         if self.groups > 1:
-            x, kept = x.unflatten(0, (self.groups, -1)), {0, self.dim + 1}  # type: ignore[operator]
+            x, kept = x.unflatten(0, (self.groups, -1)), {0, *(a + 1 for a in self.kept_axes)}
         else:
-            kept = set() if self.dim is None else {self.dim}
+            kept = {*self.kept_axes}
         return x, tuple(axis for axis in range(x.ndim) if axis not in kept)
 
     def has_grad(self) -> bool:
@@ -243,8 +234,8 @@ class InPlaceWeight:
         if not is_sharded(self.weight):
             return column.view(shape)
         here = list(shape)
-        if self.dim is not None:
-            here[self.dim] = local(self.weight).shape[self.dim]
+        for axis in self.kept_axes:
+            here[axis] = local(self.weight).shape[axis]
         strides = torch.empty(shape, device="meta").stride()
         units: Tensor = type(self.weight).from_local(
             column.view(here),

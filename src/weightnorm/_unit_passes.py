@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightnorm.dtensor import local
-from weightnorm.in_place import InPlaceWeight, set_data
-from weightnorm.kernels import EPS
-from weightnorm.torch_private import (
+from weightnorm._dtensor import local
+from weightnorm._in_place import InPlaceWeight, set_data
+from weightnorm._torch_private import (
     foreach_add_,
     foreach_mul_,
     foreach_sub_,
     fused_weight_norm_backward,
 )
+from weightnorm._units import EPS
 
 
 class UnitBatch:
     """Weights that are processed together, and their numbers per unit."""
 
-    def __init__(self, units: Units, numbers: list[int], start: int) -> None:
+    def __init__(self, units: DeviceUnits, numbers: list[int], start: int) -> None:
         self.numbers, self.weights = numbers, [units.weights[i] for i in numbers]
         self.xs = [weight.x for weight in self.weights]
         """The weights as tensors that numbers per unit broadcast to."""
@@ -93,7 +93,7 @@ class UnitBatch:
         return not self.on_cpu or torch.compiler.is_compiling() or not bool(mask.all())
 
 
-class Units:
+class DeviceUnits:
     """Numbers per unit of all weights on one device, see Note [one flat vector]."""
 
     def __init__(self, weights: Sequence[InPlaceWeight], log: bool) -> None:
@@ -299,9 +299,9 @@ def _project(
         batch.weights[k].set_gradients(grad, grad_g[k] if train_g else None)
 
 
-def units_by_device(weights: Iterable[InPlaceWeight], log: bool) -> list[Units]:
-    """One `Units` for each device and dtype."""
+def units_by_device(weights: Iterable[InPlaceWeight], log: bool) -> list[DeviceUnits]:
+    """One `DeviceUnits` for each device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[InPlaceWeight]] = defaultdict(list)
     for weight in weights:
         found[weight.stored.device, weight.stored.dtype].append(weight)
-    return [Units(each, log) for each in found.values()]
+    return [DeviceUnits(each, log) for each in found.values()]

@@ -42,11 +42,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from weightnorm import functional, kernels
-from weightnorm.arguments import check_module
-from weightnorm.dtensor import any_true, placed_like
+from weightnorm import _kernels, functional
+from weightnorm._dtensor import any_true, placed_like
+from weightnorm._units import Parts, Units
 from weightnorm.folding import refuse_folded
-from weightnorm.functional import Parts
 from weightnorm.inspection import NormalizedWeight, find_normalized
 
 Format = Literal["parametrize", "hook", "folded"]
@@ -146,33 +145,33 @@ def _is_real(x: Any) -> TypeGuard[Tensor]:
     return dense and x.is_floating_point() and not is_lazy(x)
 
 
-def _kept_axes(weight: StoredWeight, dim: Dim) -> list[tuple[int | None, int]]:
-    """Return every (axis, groups) for which g has the shape of a norm of v."""
+def _kept_axes(weight: StoredWeight, dim: Dim) -> list[Units]:
+    """Return all units for which g has the shape of a norm of v."""
     v, g = weight.v.shape, weight.g.shape
     if len(v) < 2:
         return []
     if not g or (dim is None and math.prod(g) == 1):
-        return [(None, 1)]
+        return [Units(None)]
     if len(g) != len(v):
-        return [(axis, 1) for axis in range(len(v)) if g == v[axis : axis + 1]]
+        return [Units(axis) for axis in range(len(v)) if g == v[axis : axis + 1]]
     for axis in range(len(v)):
-        if g == kernels.unit_shape(v, axis):
-            return [(axis, 1)]
+        if g == Units(axis).shape(v):
+            return [Units(axis)]
     # A grouped transposed convolution. With a g as large as v, only specific names are believed.
     groups, known = g[0], weight.format == "parametrize" or g != v
     if len(v) > 2 and groups > 1 and known and v[0] % groups == 0:
-        return [(1, groups)] if g == kernels.unit_shape(v, 1, groups) else []
+        return [Units(1, groups)] if g == Units(1, groups).shape(v) else []
     return []
 
 
-def kept_axis(weight: StoredWeight, dim: Dim = "infer") -> tuple[int | None, int]:
-    """Return the kept axis and the groups by the shapes; `dim` decides if several axes fit."""
+def units_of(weight: StoredWeight, dim: Dim = "infer") -> Units:
+    """Return the units by the shapes; `dim` decides if several axes fit."""
     fitting = _kept_axes(weight, dim)
     if len(fitting) > 1 and dim != "infer":
-        fitting = [(axis, n) for axis, n in fitting if axis == _resolve(weight.path, weight.v, dim)]
+        fitting = [u for u in fitting if u.dim == _resolve(weight.path, weight.v, dim)]
     if len(fitting) == 1:
         return fitting[0]
-    axes = [axis for axis, _ in fitting]
+    axes = [units.dim for units in fitting]
     reason = (
         f"could be along any of the axes {axes}; choose with dim, in convert_state_dict"
         if axes
@@ -184,10 +183,10 @@ def kept_axis(weight: StoredWeight, dim: Dim = "infer") -> tuple[int | None, int
     )
 
 
-def _resolve(path: str, w: Tensor, dim: Dim) -> int | None:
+def _resolve(path: str, w: Tensor, dim: Dim) -> Any:
     """Return a valid axis of a weight; 0 if it is to be inferred."""
     try:
-        return functional.resolve_dim(0 if dim == "infer" else dim, w.ndim)
+        return Units(0 if dim == "infer" else dim).of(w.shape).dim
     except IndexError as error:
         raise StateDictError(f"{path}: {error}") from None
 
@@ -202,24 +201,25 @@ def fold(weight: StoredWeight, dim: Dim = "infer") -> Tensor:
     g is compared with ‖v‖ rounded to g's type, as `_decompose` stores it.
     """
     v, g = weight.parts
-    axis, groups = kept_axis(weight, dim)
-    g = g.reshape(kernels.unit_shape(v.shape, axis, groups))
-    norm = functional.norm(v, axis, groups=groups).to(g.dtype)
+    units = units_of(weight, dim)
+    g = g.reshape(units.shape(v.shape))
+    norm = functional.norm(v, units).to(g.dtype)
     unchanged = (norm == g) | (norm.isnan() & g.isnan())
-    w = kernels.formula(v, g, axis, groups).to(v.dtype)
-    return torch.where(functional.per_weight(unchanged, v, axis, groups), v, w)
+    w = _kernels.formula(v, g, units).to(v.dtype)
+    return torch.where(units.spread(unchanged, v), v, w)
 
 
 @torch.no_grad()
 def _decompose(path: str, w: Tensor, axis: int | None) -> Parts:
     """Return v = w and g = ‖w‖ (for zero rows any direction and g = 0); exact when folded."""
-    v, g = functional.decompose(w, axis)
+    units = Units(axis)
+    v, g = functional.decompose(w, units)
     if w.device.type == "meta":
         return Parts(v=v, g=g)
     # functional.decompose also replaces rows that are merely short, and folding must return them.
-    zero = functional.norm((w != 0).to(w.dtype), axis) == 0
-    v = torch.where(functional.per_weight(zero, w, axis, 1), v, w)
-    finite = functional.norm(w.isfinite().logical_not().to(w.dtype), axis) == 0
+    zero = functional.norm((w != 0).to(w.dtype), units) == 0
+    v = torch.where(units.spread(zero, w), v, w)
+    finite = functional.norm(w.isfinite().logical_not().to(w.dtype), units) == 0
     if any_true(finite & g.isfinite().logical_not()):
         raise StateDictError(f"{path}: ‖w‖ is too large for {w.dtype}; use a wider type")
     return Parts(v=v, g=g)
@@ -410,7 +410,7 @@ def _plan_stored(
 
     if to == "folded":
         _refuse_narrow(path, weight.v, weight.g)
-        kept_axis(weight, dim)
+        units_of(weight, dim)
         yield PlannedTensor(path, v_key, weight.v, lambda state: fold(read(state), dim))
         return
     if weight.is_log:
@@ -428,7 +428,7 @@ def _plan_decomposed(key: str, w: Tensor, to: Format, dim: Dim) -> Iterator[Plan
         )
     _refuse_narrow(key, w)
     axis = _resolve(key, w, dim)
-    g = torch.empty(kernels.unit_shape(w.shape, axis), dtype=w.dtype, device="meta")
+    g = torch.empty(Units(axis).shape(w.shape), dtype=w.dtype, device="meta")
     new_g, new_v = part_keys(key, to)
     yield PlannedTensor(new_g, key, g, lambda state: _decompose(key, state[key], axis).g)
     yield PlannedTensor(new_v, key, w, lambda state: _decompose(key, state[key], axis).v)
@@ -540,7 +540,6 @@ def load_state_dict(model: nn.Module, state: State, strict: bool = True) -> list
     >>> load_state_dict(weight_norm(nn.Linear(2, 3)), plain.state_dict())
     ['weight']
     """
-    check_module(model, "load_state_dict")
     _check_state(state, "load_state_dict")
     for module in model.modules():
         refuse_folded(module, "load the weights")
@@ -654,7 +653,7 @@ def _keeps_parts(target: NormalizedWeight, weight: StoredWeight) -> bool:
     if weight.v.shape != v.shape:
         return False
     # A flat g is accepted if it can only be along one axis.
-    flat = weight.g.ndim == 1 and _kept_axes(weight, "infer") == [target.axis]
+    flat = weight.g.ndim == 1 and _kept_axes(weight, "infer") == [target.units]
     if weight.g.shape != g.shape and not flat:
         return False
     # A log-scale cannot represent a negative g.

@@ -52,9 +52,6 @@ Format = Literal["parametrize", "hook", "folded"]
 FORMATS: tuple[Format, ...] = ("parametrize", "hook", "folded")
 Dim = int | Literal["infer"] | None
 State = Mapping[Any, Any]
-MAX_DEPTH = 100
-"""Nesting of mappings and lists that is followed; checkpoints have a few levels."""
-SEQUENCES = (list, tuple)
 Weights = str | Iterable[str] | Callable[[str, Tensor], bool]
 
 _PARAMETRIZED = re.compile(r"(.*\.)?parametrizations\.([^.]+)\.(.+)", re.DOTALL)
@@ -266,22 +263,21 @@ class WeightSelection:
         self._unmatched = dict.fromkeys(self._patterns)
         self._names: list[str] = []
 
-    def matches(self, place: str, name: str) -> bool:
-        """Whether a pattern matches the name, or the name with the place of its state dict."""
-        full = join_path(place, name)
-        self._names.append(full)
-        found = [p for p in self._patterns if _fits(name, p) or _fits(full, p)]
+    def matches(self, name: str) -> bool:
+        """Whether a pattern matches the name."""
+        self._names.append(name)
+        found = [pattern for pattern in self._patterns if _fits(name, pattern)]
         for pattern in found:
             self._unmatched.pop(pattern, None)
         return bool(found)
 
-    def selects(self, place: str, name: Hashable, value: Any) -> bool:
+    def selects(self, name: Hashable, value: Any) -> bool:
         """Whether this item of a state dict is a plain weight to decompose."""
         if not (isinstance(name, str) and isinstance(value, Tensor)):
             return False
         if self._function is not None:
             return bool(self._function(name, value))
-        return _is_real(value) and value.ndim > 1 and self.matches(place, name)
+        return _is_real(value) and value.ndim > 1 and self.matches(name)
 
     def raise_unmatched(self) -> None:
         """Raise for a pattern that has matched nothing, naming the nearest weights."""
@@ -299,8 +295,7 @@ def convert_state_dict(
     """Return a state dict with every normalized weight in the format `to`; all else as it is.
 
     Args:
-        state: a state dict, or a checkpoint with state dicts inside it, as under ``"state_dict"``,
-            ``"model"`` or ``"generator"``.
+        state: a state dict. ``weightnorm convert`` also converts those inside a checkpoint.
         to: ``"parametrize"``, ``"hook"`` or ``"folded"``.
         weights: plain weights to decompose: a name or pattern such as ``"*.weight"``, several, or a
             function of name and tensor. A pattern that matches nothing is an error.
@@ -315,18 +310,15 @@ def convert_state_dict(
     ['bias', 'weight_g', 'weight_v']
     """
     _check_state(state, "convert_state_dict")
-    selection = WeightSelection(weights)
-    plans = [
-        (mapping, plan_conversion(mapping, to, selection, dim, place))
-        for place, mapping in nested_mappings(state)
-    ]
-    selection.raise_unmatched()
-    # Mappings may be shared or cyclic: every one is converted once.
-    results: dict[int, Any] = {id(mapping): _empty_like(mapping) for mapping, _ in plans}
-    for mapping, plan in plans:
-        for planned in plan.tensors:
-            results[id(mapping)][planned.key] = _replaced(planned.compute(mapping), results)
-    return cast(dict[Any, Any], results[id(state)])
+    plan = plan_conversion(state, to, weights, dim)
+    nested = [key for key, value in state.items() if isinstance(value, Mapping)]
+    if nested and not plan.names:
+        raise StateDictError(
+            f"found no weight to convert; {nested[0]!r} is a mapping: pass the state dict itself"
+        )
+    result = _empty_like(state)
+    result.update({planned.key: planned.compute(state) for planned in plan.tensors})
+    return result
 
 
 def _empty_like(state: State) -> dict[Any, Any]:
@@ -338,13 +330,11 @@ def _empty_like(state: State) -> dict[Any, Any]:
 
 
 def plan_conversion(
-    state: State, to: Format, selection: WeightSelection, dim: Dim = "infer", place: str = ""
+    state: State, to: Format, weights: Weights = (), dim: Dim = "infer"
 ) -> Conversion:
-    """Plan the conversion of one state dict, without computing anything.
-
-    `state` may hold meta tensors. `place` is its path in the checkpoint.
-    """
+    """Plan the conversion of a state dict, which may hold meta tensors, without computing."""
     _check_arguments(to, dim)
+    selection = WeightSelection(weights)
     stored = {key: weight for weight in stored_weights(state, dim) for key in weight.keys}
     names: list[str] = []
     tensors: list[PlannedTensor] = []
@@ -353,14 +343,15 @@ def plan_conversion(
         if weight is not None:
             if key != weight.keys[0]:
                 continue  # the whole weight is placed where its g was
-            selection.matches(place, weight.path)
+            selection.matches(weight.path)
             names.append(weight.path)
             tensors += _plan_stored(state, weight, to, dim)
-        elif selection.selects(place, key, value) and to != "folded":
+        elif selection.selects(key, value) and to != "folded":
             names.append(key)
             tensors += _plan_decomposed(key, value, to, dim)
         else:
             tensors.append(_plan_copy(key, key, value))
+    selection.raise_unmatched()
     _refuse_collisions(tensors)
     outline = {planned.key: planned.outline for planned in tensors}
     found = stored_weights(outline, dim)
@@ -479,49 +470,6 @@ def _refuse_misreadings(found: list[StoredWeight], expected: list[str]) -> None:
             )
     for path in sorted(set(expected) - {weight.path for weight in found}):
         raise StateDictError(f"{path}: g has the shape of v; it could not be recognized again")
-
-
-def nested_mappings(state: State) -> list[tuple[str, State]]:
-    """Return every mapping in a checkpoint with its path, each once, the outermost first.
-
-    Mappings in lists and tuples are found too: ``{"models": [state]}`` has one at ``models.0``.
-    """
-    containers: list[tuple[str, Any]] = [("", state)]
-    depths = {id(state): 0}
-    for place, container in containers:  # grows while it is read: no recursion
-        depth = depths[id(container)] + 1
-        items = container.items() if isinstance(container, Mapping) else enumerate(container)
-        for key, value in items:
-            if (isinstance(value, Mapping) or type(value) in SEQUENCES) and id(value) not in depths:
-                if depth > MAX_DEPTH:
-                    raise StateDictError(f"mappings are nested more than {MAX_DEPTH} deep")
-                depths[id(value)] = depth
-                containers.append((join_path(place, str(key)), value))
-    return [(place, found) for place, found in containers if isinstance(found, Mapping)]
-
-
-def _replaced(value: Any, results: dict[int, Any]) -> Any:
-    """Return a value of a checkpoint with its mappings replaced by their `results`."""
-    if id(value) in results:
-        return results[id(value)]
-    if type(value) is tuple:
-        return tuple(_replaced(item, results) for item in value)
-    if type(value) is list:
-        copy = results[id(value)] = []  # first, since a list may contain itself
-        copy += [_replaced(item, results) for item in value]
-        if all(new is old for new, old in zip(copy, value, strict=True)):
-            results[id(value)] = value
-        return results[id(value)]
-    return value
-
-
-def join_path(place: str, name: str) -> str:
-    """Join the path of a mapping and a name in it.
-
-    >>> join_path("generator", "0.weight"), join_path("", "0.weight")
-    ('generator.0.weight', '0.weight')
-    """
-    return f"{place}.{name}" if place else name
 
 
 # — loading —

@@ -7,14 +7,8 @@ import sys
 
 import pytest
 
-from weightnorm.lab.files import (
-    CHUNK,
-    atomic_writer,
-    digest,
-    file_digest,
-    remove_temporary,
-    write_atomically,
-)
+from weightnorm.files.atomic import atomic_writer, write_atomically
+from weightnorm.lab.files import CHUNK, digest, file_digest, remove_temporary
 
 
 def test_replaces_whole_content(tmp_path):
@@ -46,7 +40,7 @@ def test_permissions_follow_the_umask(tmp_path):
 
 def test_a_killed_writer_leaves_only_a_temporary_file(tmp_path):
     code = (
-        "import os, pathlib; from weightnorm.lab.files import atomic_writer\n"
+        "import os, pathlib; from weightnorm.files.atomic import atomic_writer\n"
         f"with atomic_writer(pathlib.Path({str(tmp_path / 'x')!r})) as file:\n"
         "    file.write(b'half'); file.flush(); os.kill(os.getpid(), 9)"
     )

@@ -1,4 +1,4 @@
 """The lab: the experiments of the paper, each one command. Needs the extra `lab`.
 
-`checkpoint_files` and its two verbs need the smaller extra `files`.
+`inspect` and `convert` need the smaller extra `files`.
 """

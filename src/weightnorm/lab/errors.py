@@ -49,10 +49,6 @@ class ReportError(LabError):
     """A report that cannot be made; the message includes what to do."""
 
 
-class FileError(LabError):
-    """A checkpoint file that cannot be read, converted or written, with the reason."""
-
-
 class Interrupted(LabError):
     """A command stopped by the user; the message is the folder in which everything is saved."""
 
@@ -78,17 +74,3 @@ def nearest(word: str, known: Iterable[str], kind: str) -> str:
     near = get_close_matches(word, names, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
     raise UsageError(f"there is no {kind} {word!r}; {hint}")
-
-
-def printable(text: str, keep: str = "") -> str:
-    r"""Escape what is not printable, except the characters in `keep`.
-
-    Names in a file are chosen by its author: unescaped, they could control the terminal.
-
-    >>> print(printable("a\x1b[2J\nb"))
-    a\x1b[2J\nb
-    """
-    return "".join(
-        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
-        for char in text
-    )

@@ -23,8 +23,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from weightnorm.files.atomic import write_atomically
 from weightnorm.lab.errors import RecordError
-from weightnorm.lab.files import write_atomically
 
 Row = dict[str, Any]
 

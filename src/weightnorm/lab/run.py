@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from weightnorm._distributed import RankLost
 from weightnorm.diagnostics import weight_rows
+from weightnorm.files.atomic import write_atomically
 from weightnorm.init_report import InitReport
 from weightnorm.lab.errors import (
     CheckpointError,
@@ -43,7 +44,7 @@ from weightnorm.lab.errors import (
     RecordError,
     RunError,
 )
-from weightnorm.lab.files import lock_folder, remove_temporary, write_atomically
+from weightnorm.lab.files import lock_folder, remove_temporary
 from weightnorm.lab.malloc import keep_freed_memory
 from weightnorm.lab.records import (
     Row,

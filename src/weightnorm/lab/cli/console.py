@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from weightnorm.lab.errors import printable
+from weightnorm.files.errors import printable
 
 OUT, ERR = Console(), Console(stderr=True)
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import tyro
 
-from weightnorm.lab.checkpoint_files import convert_file
+from weightnorm.files.convert import convert_file
 from weightnorm.lab.cli.arguments import parse
 from weightnorm.lab.cli.console import OUT, print_line
 
@@ -34,6 +34,8 @@ class ConvertOptions:
 
 def main(words: list[str]) -> int:
     options = parse(ConvertOptions, words, "convert")
-    names = convert_file(options.source, options.target, options.to, options.weights, options.dim)
+    names = convert_file(
+        options.source, options.target, options.to, options.weights, options.dim
+    ).names
     print_line(OUT, f"{options.target}: {len(names)} normalized weights, written as {options.to}")
     return 0

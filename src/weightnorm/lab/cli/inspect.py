@@ -9,10 +9,10 @@ import tyro
 from rich.markup import escape
 from rich.table import Column, Table
 
-from weightnorm.lab.checkpoint_files import WeightSummary, inspect_file
+from weightnorm.files.errors import printable
+from weightnorm.files.inspect import WeightSummary, inspect_file
 from weightnorm.lab.cli.arguments import parse
 from weightnorm.lab.cli.console import OUT, print_line
-from weightnorm.lab.errors import printable
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class InspectOptions:
 
 def main(words: list[str]) -> int:
     options = parse(InspectOptions, words, "inspect")
-    rows, others = inspect_file(options.file)
+    contents = inspect_file(options.file)
+    rows, others = contents.weights, contents.others
     if rows:
         OUT.print(_table(rows))
     print_line(OUT, f"{len(rows)} normalized weights, {others} other tensors")

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from weightnorm import __version__, _exit_on_interrupt
+from weightnorm.files.errors import FileError, printable
 from weightnorm.lab.cli.verbs import VERBS
-from weightnorm.lab.errors import Interrupted, LabError, nearest, printable
+from weightnorm.lab.errors import Interrupted, LabError, nearest
 
 
 def main(words: Sequence[str]) -> int:
@@ -34,6 +35,9 @@ def main(words: Sequence[str]) -> int:
         _print_error(f"stopped; everything is saved in {stopped}")
         _print_error(f"to resume:  {shlex.join(['weightnorm', *words])}")
         return stopped.exit_code
+    except FileError as error:
+        _print_error(f"failed: {error}")
+        return 1
     except LabError as error:
         _print_error(f"{'error' if error.exit_code == 2 else 'failed'}: {error}")
         return error.exit_code

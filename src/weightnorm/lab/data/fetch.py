@@ -16,9 +16,9 @@ from typing import Literal
 
 import pooch  # type: ignore[import-untyped]
 
+from weightnorm.files.atomic import atomic_writer
 from weightnorm.lab.data.catalog import DATA_SETS, DataSet, File
 from weightnorm.lab.errors import DataError
-from weightnorm.lab.files import atomic_writer
 
 DAMAGED_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
 """Exceptions raised by a damaged gzip file."""

@@ -23,7 +23,7 @@ import pooch  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from weightnorm.lab.files import write_atomically
+from weightnorm.files.atomic import write_atomically
 
 EPS = 1e-5
 _EXACT_ROWS = 1024

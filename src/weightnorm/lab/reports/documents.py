@@ -18,8 +18,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from weightnorm.files.atomic import write_atomically
 from weightnorm.lab.errors import ReportError
-from weightnorm.lab.files import write_atomically
 from weightnorm.lab.records import Row
 from weightnorm.lab.reports import bench
 from weightnorm.lab.reports.document import FigureSpec, Picture, Section, Table, slug

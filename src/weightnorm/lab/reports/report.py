@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightnorm.files.atomic import write_atomically
 from weightnorm.lab.errors import ReportError
-from weightnorm.lab.files import write_atomically
 from weightnorm.lab.records import RunRecord, distinct_runs, find_records
 from weightnorm.lab.reports import bench, claims, classify, dqn, draw, generic, language, vae
 from weightnorm.lab.reports.document import Section

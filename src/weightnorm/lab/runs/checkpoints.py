@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightnorm.files.atomic import atomic_writer
 from weightnorm.lab.errors import CheckpointError
-from weightnorm.lab.files import atomic_writer, digest
+from weightnorm.lab.files import digest
 
 END_OF_DIRECTORY = b"PK\x05\x06"
 """Signature of the last 22 bytes of a zip archive, which end with the length of its comment."""

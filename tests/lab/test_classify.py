@@ -11,11 +11,10 @@ import torch.nn.functional as F
 
 from weightnorm import parameterize
 from weightnorm.lab import classify
-from weightnorm.lab.errors import ConfigError
+from weightnorm.lab.config import folder
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.lab.reports import classify as classify_report
 from weightnorm.lab.reports.document import Table
-from weightnorm.lab.runs.config import folder
 from weightnorm.lab.runs.ranks import Ranks
 
 
@@ -78,26 +77,6 @@ def test_precisions_are_recorded_and_not_mixed_in_a_table(tmp_path):
     for part in parts:
         (errors,) = (x for x in part.content if isinstance(x, Table) and x.title == "Errors")
         assert dict(zip(errors.head, errors.rows[0], strict=True))["n"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("epochs", 0),
-        ("batch_size", 1),
-        ("width", 0.0),
-        ("noise", -1.0),
-        ("dropout", 1.0),
-        ("init_examples", 1),
-        ("limit", 1),
-        ("learning_rate", 0.0),
-        ("checkpoint_seconds", -1.0),
-        ("wait_seconds", 0.0),
-    ],
-)
-def test_out_of_range_values_are_refused(field, value):
-    with pytest.raises(ConfigError, match=rf"{field.replace('_', '-')} is {value}; expected"):
-        replace(classify.PAPER, **{field: value})
 
 
 def test_evaluation_is_without_noise_and_dropout_and_over_all_images():

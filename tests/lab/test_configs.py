@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import typing
 from dataclasses import replace
 from functools import partial
@@ -15,13 +16,13 @@ from torch import nn
 
 from weightnorm import Parameterization, parameterize
 from weightnorm.lab import classify, dqn, draw, language, vae
+from weightnorm.lab.config import Range, completed, folder, scientific_fields
 from weightnorm.lab.dqn import QNetwork
 from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
-from weightnorm.lab.runs.config import RunConfig, folder
-from weightnorm.lab.runs.validation import Limits, validate
+from weightnorm.lab.records import find_records
 
-EXPERIMENTS = {module.NAME: module for module in (classify, vae, draw, dqn)}
+EXPERIMENTS = {module.NAME: module for module in (classify, vae, draw, dqn, language)}
 ALL = pytest.mark.parametrize("name", EXPERIMENTS)
 STRINGS = [
     "", "cpu", "digits", "mnist", "cifar10", "one", "norm", "pong", "../x", "a/b", "float16", "\0",
@@ -41,8 +42,16 @@ ANY_VALUE = st.one_of(
 )
 
 
-def fields(module):
-    return [field.name for field in dataclasses.fields(module.Config)]
+def ranges(module):
+    """Return field → its range, and whether it may be None, for every number of a config."""
+    found = {}
+    for name, hint in typing.get_type_hints(module.Config, include_extras=True).items():
+        choices = (hint, *typing.get_args(hint))
+        metadata = [x for choice in choices for x in getattr(choice, "__metadata__", ())]
+        numbers = [x for x in metadata if isinstance(x, Range)]
+        if numbers:
+            found[name] = numbers[0], type(None) in choices
+    return found
 
 
 @ALL
@@ -50,61 +59,53 @@ def fields(module):
 @given(data=st.data())
 def test_any_values_make_a_config_or_raise_config_error(name, data):
     module = EXPERIMENTS[name]
-    preset = module.PRESETS[data.draw(st.sampled_from(["paper", "cpu", "demo"]))]
-    chosen = data.draw(st.dictionaries(st.sampled_from(fields(module)), ANY_VALUE, min_size=1))
+    preset = data.draw(st.sampled_from([*module.PRESETS.values()]))
+    names = [field.name for field in dataclasses.fields(preset)]
+    chosen = data.draw(st.dictionaries(st.sampled_from(names), ANY_VALUE, min_size=1))
     try:
         config = replace(preset, **chosen)
     except ConfigError:
         return
-    for field, limits in config.LIMITS.items():
+    for field, (limits, _) in ranges(module).items():
         value = getattr(config, field)
         assert value is None or limits.low <= value <= limits.high
+    assert config.rate > 0
     folder(name, config, module.PRESETS)
     torch.Generator().manual_seed(config.seed)
     json.dumps(dataclasses.asdict(config), default=str, allow_nan=True)
 
 
 @ALL
-def test_every_number_has_limits(name):
+def test_every_number_has_a_range_which_is_enforced(name):
     module = EXPERIMENTS[name]
-    hints = typing.get_type_hints(module.Config)
-    numbers = {
-        field for field in fields(module) if hints[field] in (int, float, int | None, float | None)
+    kinds, found = typing.get_type_hints(module.Config), ranges(module)
+    assert found.keys() == {
+        field.name
+        for field in dataclasses.fields(module.Config)
+        if kinds[field.name] in (int, float, int | None, float | None)
     }
-    assert numbers == set(module.Config.LIMITS)
+    preset = next(iter(module.PRESETS.values()))
+    for field, (limits, optional) in found.items():
+        expected = f"{field.replace('_', '-')} is .*; expected"
+        wrong = [float("nan"), "1", True, [1], limits.low - 1]
+        wrong += [] if optional else [None]
+        wrong += [] if math.isinf(limits.high) else [limits.high * 2]
+        for value in wrong:
+            with pytest.raises(ConfigError, match=expected):
+                replace(preset, **{field: value})
 
 
 @ALL
-@pytest.mark.parametrize("wrong", [float("nan"), "1", None, True, [1]], ids=repr)
-def test_numbers_of_the_wrong_kind_are_refused(name, wrong):
-    module = EXPERIMENTS[name]
-    hints = typing.get_type_hints(module.Config)
-    for field in module.Config.LIMITS:
-        if wrong is None and hints[field] == int | None:
-            continue
-        with pytest.raises(ConfigError, match=f"{field.replace('_', '-')} is .*; expected"):
-            replace(module.PAPER, **{field: wrong})
-
-
-@ALL
-@pytest.mark.parametrize("seed", [-1, 2**63, -(2**63), 10**30])
-def test_seeds_out_of_range_are_refused(name, seed):
-    with pytest.raises(ConfigError, match=r"seed is .*; expected from 0 to 9,223,372,036,854,775"):
-        replace(EXPERIMENTS[name].PAPER, seed=seed)
-    replace(EXPERIMENTS[name].PAPER, seed=2**63 - 1)
-
-
-def test_largest_seed_runs(tmp_path):
-    config = replace(
-        classify.PRESETS["demo"], seed=2**63 - 1, epochs=1, limit=20, batch_size=10, width=0.05,
-        runs=tmp_path, device="cpu",
-    )  # fmt: skip
-    assert classify.run(config).finished
+def test_other_parameterizations_are_refused(name):
+    preset = next(iter(EXPERIMENTS[name].PRESETS.values()))
+    for how in set(Parameterization) - set(preset.COMPARED):
+        with pytest.raises(ConfigError, match=f"parameterization is {how}; expected standard"):
+            replace(preset, parameterization=how)
 
 
 @pytest.mark.parametrize("module", [classify, vae, dqn], ids=lambda module: module.NAME)
 def test_smallest_width_has_a_unit_in_every_layer(module):
-    width = module.Config.LIMITS["width"].low
+    width = ranges(module)["width"][0].low
     standard = partial(parameterize, how=Parameterization.STANDARD)
     if module is classify:
         models = [ConvPoolCNN(standard, width=width)]
@@ -117,8 +118,6 @@ def test_smallest_width_has_a_unit_in_every_layer(module):
         layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))]
         assert layers
         assert all(min(layer.weight.shape) >= 1 for layer in layers)
-    with pytest.raises(ConfigError, match=r"width is .*; expected from"):
-        replace(module.PAPER, width=0.99 * width)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +140,6 @@ def test_last_batch_of_one_with_batch_norm_is_refused(changes, refused):
         replace(classify.PAPER, **config)
 
 
-def test_sizes_of_the_training_sets():
-    assert len(classify.load(classify.PRESETS["demo"]).train) == classify.TRAIN_EXAMPLES["digits"]
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -156,6 +151,7 @@ def test_sizes_of_the_training_sets():
         ("noise", float("inf"), "noise is inf; expected a finite number of 0 or more"),
         ("dropout", 1.0, "dropout is 1.0; expected at least 0 and below 1"),
         ("batch_size", 1, "batch-size is 1; expected from 2 to 100,000"),
+        ("seed", 2**63, "expected from 0 to 9,223,372,036,854,775"),
         ("wait_seconds", 0, "wait-seconds is 0; expected above 0 and at most 1e+07"),
     ],
 )
@@ -165,10 +161,29 @@ def test_messages(field, value, message):
     assert message in str(error.value)
 
 
-def test_unlimited_fields_are_not_checked():
-    validate(RunConfig(), {"learning_rate": Limits(0, 1)})
-    with pytest.raises(ConfigError):
-        validate(RunConfig(), {"learning_rate": Limits(1, 2)})
+def test_default_learning_rate_follows_preset_and_parameterization():
+    """Also where a config is derived from a preset; an explicit rate stays."""
+    cpu, how = classify.PRESETS["cpu"], Parameterization.STANDARD
+    assert cpu.rate == 0.003
+    assert replace(cpu, parameterization=how).rate == 0.0003
+    assert classify.Config(parameterization=how).rate == 0.0003
+    assert replace(classify.PRESETS["demo"], parameterization=how).rate == 0.003
+    assert replace(cpu, learning_rate=0.1, parameterization=how).rate == 0.1
+    assert scientific_fields(replace(cpu, parameterization=how))["learning_rate"] == 0.0003
+
+
+def test_every_published_record_has_a_config_of_its_experiment():
+    """Old records have fewer fields; those they have are still fields, with valid values."""
+    found = find_records(Path(__file__).parents[2] / "docs" / "results")[0]
+    records = [record for record in found if record.experiment in EXPERIMENTS]
+    assert len(records) > 100
+    for record in records:
+        kind = EXPERIMENTS[record.experiment].Config
+        fields = completed(record.config, kind)
+        how = Parameterization(fields["parameterization"])
+        config = kind(**{**fields, "parameterization": how})
+        assert scientific_fields(config).keys() == fields.keys()
+        assert config.rate == record.config["learning_rate"]
 
 
 @pytest.mark.parametrize("module", [classify, vae, draw, language, dqn])

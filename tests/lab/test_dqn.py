@@ -12,13 +12,13 @@ from torch import nn
 from weightnorm import WeightNormOptimizer, parts, remove_weight_norm, weight_norm_model
 from weightnorm.lab import dqn
 from weightnorm.lab.atari import Step
+from weightnorm.lab.config import folder
 from weightnorm.lab.dqn import Agent, Player, epsilon, epsilon_greedy, td_targets
 from weightnorm.lab.errors import ConfigError, DataError, Diverged
 from weightnorm.lab.replay_buffer import ReplayBuffer, Transitions
-from weightnorm.lab.runs.config import folder
 
 SIDE = 36
-ALL = pytest.mark.parametrize("how", dqn.COMPARED)
+ALL = pytest.mark.parametrize("how", dqn.Config.COMPARED)
 
 
 class Corridor:
@@ -425,17 +425,17 @@ def test_presets_have_the_papers_settings():
         assert preset.preset == name
         same = ("update_every", "discount", "epsilon_end", "test_epsilon", "game")
         assert all(getattr(preset, field) == getattr(paper, field) for field in same)
-    rates = {str(how): rate for how, rate in dqn.LEARNING_RATES["paper"].items()}
-    assert rates == {"standard": 0.0001, "weight-norm": 0.0003, "batch-norm": 0.0003}
-    grid = {0.0001: 0.0003, 0.0003: 0.001}  # the next higher rate, with fewer updates
-    for preset in ("cpu", "demo"):
-        assert {how: grid[rates[str(how)]] for how in dqn.COMPARED} == dqn.LEARNING_RATES[preset]
+    rates = {"paper": (0.0001, 0.0003, 0.0003), "cpu": (0.0003, 0.001, 0.001)}
+    rates["demo"] = rates["cpu"]  # the next higher rate of the paper's grid, with fewer updates
+    for name, preset in dqn.PRESETS.items():
+        chosen = [replace(preset, parameterization=how).rate for how in dqn.Config.COMPARED]
+        assert tuple(chosen) == rates[name]
 
 
 def test_folder_names_the_game():
     config = replace(dqn.PRESETS["cpu"], game="pong", seed=3)
     where = folder("dqn", config, dqn.PRESETS)
-    assert where == Path("runs/dqn/cpu/pong/weight-norm/lr-0.0003/seed-3")
+    assert where == Path("runs/dqn/cpu/pong/weight-norm/lr-0.001/seed-3")
 
 
 @pytest.mark.parametrize(

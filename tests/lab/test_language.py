@@ -49,8 +49,8 @@ METHODS = {f"{optimizer}-{how}": (optimizer, how) for optimizer, how in RATES}
 
 def config(tmp_path, method="adamw-standard", **changes):
     optimizer, how = METHODS[method]
-    base = replace(TINY, runs=tmp_path, optimizer=optimizer, parameterization=how)
-    return replace(base, learning_rate=language.default_learning_rate(base), **changes)
+    chosen = {"optimizer": optimizer, "parameterization": how, **changes}
+    return replace(TINY, runs=tmp_path, **chosen)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -191,7 +191,6 @@ def test_the_network_of_the_cpu_preset_learns_from_the_source_of_torch(tmp_path,
     monkeypatch.setattr(torch_source, "trigram_bits_per_byte", lambda corpus: 2.6)  # takes seconds
     size = {"epochs": 2, "steps": 30, "batch_size": 4, "context": 64, "eval_texts": 32}
     made = replace(PRESETS["cpu"], runs=tmp_path, optimizer="muon", device="cpu", **size)
-    made = replace(made, learning_rate=language.default_learning_rate(made))
     result = language.run(made).result
     assert result["train_bits_per_byte"] < 4  # the frequencies of single bytes: 4.6
     assert result["test_bits_per_byte"] < 4
@@ -244,7 +243,9 @@ def test_impossible_configs(changes, message):
 
 def test_a_sweep_leaves_out_hyperball_without_weight_norm(tmp_path):
     axes = {"optimizer": ("muon", "hyperball")}
-    plan = Grid("language", replace(TINY, runs=tmp_path), language.COMPARED, axes=axes).plan()
+    plan = Grid(
+        "language", replace(TINY, runs=tmp_path), language.Config.COMPARED, axes=axes
+    ).plan()
     made = [(job.config.optimizer, str(job.config.parameterization)) for job in plan]
     assert made == [("muon", "standard"), ("muon", "weight-norm"), ("hyperball", "weight-norm")]
     assert [job.config.learning_rate for job in plan] == [0.02, 0.05, 0.01]
@@ -302,7 +303,7 @@ def test_settings_of_the_optimizers(method, tmp_path):
         found[role] = group["lr"], decay, group.get("betas")
     momenta = None if "muon" in method else (0.9, 0.95)
     decay = {"hyperball-weight-norm": None}.get(method, 0.1 if "standard" in method else 0.0)
-    expected = {"matrices": (made.learning_rate, decay, momenta)}
+    expected = {"matrices": (made.rate, decay, momenta)}
     expected["others"] = 0.003, None if decay is None else 0.0, (0.9, 0.999)
     if method in ("adamw-weight-norm", "muon-weight-norm"):
         expected["g"] = {"adamw": 0.005, "muon": 0.1}[made.optimizer], 0.0, (0.9, 0.95)
@@ -321,7 +322,7 @@ def test_weight_decay_is_of_the_matrices_alone_and_decoupled(method, tmp_path):
     for optimizer in optimizers:
         optimizer.step()
     for p, value in before.items():
-        factor = 1 - 0.3 * made.learning_rate if p in matrices else 1
+        factor = 1 - 0.3 * made.rate if p in matrices else 1
         torch.testing.assert_close(p.detach(), factor * value)
 
 

@@ -134,14 +134,17 @@ READS = {
 }
 STEPS = {
     **{f"classify {how}": partial(classify_steps, how) for how in Parameterization},
-    **{f"vae mnist {how}": partial(vae_steps, "cpu", (1, 28, 28), how) for how in vae.COMPARED},
+    **{
+        f"vae mnist {how}": partial(vae_steps, "cpu", (1, 28, 28), how)
+        for how in vae.Config.COMPARED
+    },
     **{
         f"vae cifar10 {how}": partial(vae_steps, "cpu cifar10", (3, 32, 32), how)
-        for how in vae.COMPARED
+        for how in vae.Config.COMPARED
     },
-    **{f"draw {how}": partial(draw_steps, how) for how in draw.COMPARED},
+    **{f"draw {how}": partial(draw_steps, how) for how in draw.Config.COMPARED},
     "draw without attention": partial(draw_steps, Parameterization.WEIGHT_NORM, attention=False),
-    **{f"dqn {how}": partial(dqn_updates, how) for how in dqn.COMPARED},
+    **{f"dqn {how}": partial(dqn_updates, how) for how in dqn.Config.COMPARED},
 }
 CASES = STEPS | READS
 

@@ -12,11 +12,10 @@ from weightnorm import Parameterization, normalized_weights
 from weightnorm.lab import vae
 from weightnorm.lab.cli import main
 from weightnorm.lab.cli.experiments import parse_config
+from weightnorm.lab.config import folder
 from weightnorm.lab.data import cifar10
 from weightnorm.lab.data.labelled import Labelled
-from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.models.vae import ElboTerms
-from weightnorm.lab.runs.config import folder
 from weightnorm.lab.runs.ranks import Ranks
 from weightnorm.lab.sweeps.grid import flags
 
@@ -32,7 +31,7 @@ def parsed(*words):
 
 def test_presets_have_the_papers_settings():
     paper = vae.PRESETS["paper"]
-    assert (paper.learning_rate, paper.batch_size, paper.average_epochs) == (0.002, 100, 10)
+    assert (paper.rate, paper.batch_size, paper.average_epochs) == (0.002, 100, 10)
     assert (paper.data, paper.posterior, paper.flow_steps, paper.latents) == ("mnist", "iaf", 2, 32)
     assert (paper.width, paper.depth, paper.free_bits) == (1, 2, 0)
     assert paper.importance_samples >= 128
@@ -40,9 +39,8 @@ def test_presets_have_the_papers_settings():
     assert (colour.latents, colour.depth, colour.flow_steps, colour.free_bits) == (32, 2, 1, 0.25)
     for name, preset in vae.PRESETS.items():
         assert name.split()[0] == preset.preset
-        same = ("batch_size", "learning_rate", "average_epochs", "init_examples", "posterior")
+        same = ("batch_size", "rate", "average_epochs", "init_examples", "posterior")
         assert all(getattr(preset, field) == getattr(paper, field) for field in same)
-    assert set(vae.SIZES) == set(vae.PRESETS)
 
 
 def test_presets_have_their_own_settings_for_cifar10():
@@ -66,35 +64,6 @@ def test_folder_names_the_data():
     assert str(where) == "runs/vae/cpu/cifar10/weight-norm/lr-0.002/seed-1"
     where = folder("vae", replace(vae.PRESETS["cpu"], posterior="diagonal"), vae.PRESETS)
     assert str(where) == "runs/vae/cpu+posterior=diagonal/mnist/weight-norm/lr-0.002/seed-1"
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("epochs", 0),
-        ("depth", 0),
-        ("latents", 0),
-        ("flow_steps", 0),
-        ("batch_size", 1),
-        ("init_examples", 1),
-        ("width", 0.0),
-        ("average_epochs", 0.0),
-        ("free_bits", -0.1),
-        ("importance_samples", 0),
-        ("importance_examples", 0),
-        ("limit", 1),
-        ("learning_rate", 0.0),
-    ],
-)
-def test_out_of_range_values_are_refused(field, value):
-    with pytest.raises(ConfigError, match=rf"{field.replace('_', '-')} is {value}; expected"):
-        replace(vae.PAPER, **{field: value})
-
-
-@pytest.mark.parametrize("how", sorted(set(Parameterization) - set(vae.COMPARED)))
-def test_other_parameterizations_are_refused(how):
-    with pytest.raises(ConfigError, match=f"is {how}; expected standard or weight-norm"):
-        replace(vae.PAPER, parameterization=how)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +186,7 @@ def synthetic_cifar10(monkeypatch):
     monkeypatch.setattr(cifar10, "load", lambda _: data)
 
 
-@pytest.mark.parametrize("how", vae.COMPARED)
+@pytest.mark.parametrize("how", vae.Config.COMPARED)
 def test_run_on_cifar10(synthetic_cifar10, tmp_path, how):
     config = replace(
         vae.PRESETS["cpu cifar10"],

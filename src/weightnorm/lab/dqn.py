@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,12 @@ from weightnorm import (
     update_running_means,
 )
 from weightnorm.lab.atari import Atari, Game, Pixels, Step, rom_paths
+from weightnorm.lab.config import Count, Positive, Probability, Range, RunConfig, Several
 from weightnorm.lab.errors import require
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.replay_buffer import ReplayBuffer, Transitions
 from weightnorm.lab.run import Run
-from weightnorm.lab.runs.config import RunConfig
 from weightnorm.lab.runs.environment import autocast
-from weightnorm.lab.runs.validation import COUNT, POSITIVE, PROBABILITY, SEVERAL, Limits
 
 Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
 
@@ -49,11 +48,6 @@ HIGHER_IS_BETTER = ("best_score", "score")
 AXES = {"games": "game"}
 """Further axes of a sweep: flag → config field."""
 PAPERS_GAMES = ("breakout", "enduro", "seaquest", "space-invaders")
-COMPARED = (
-    Parameterization.STANDARD,
-    Parameterization.WEIGHT_NORM,
-    Parameterization.BATCH_NORM,
-)
 RESULTS = ("best_score", "score", "mean_q", "random_score")
 """Metrics of every result: those that `sweep --metric` accepts."""
 HISTORY = 4
@@ -66,59 +60,50 @@ RECORDED_STEPS = 150
 class Config(RunConfig):
     """Train a deep Q-network on an Atari game."""
 
-    learning_rate: float = 0.0003
-    """Adamax's learning rate; default: the preset's, chosen per parameterization."""
     game: str = "space-invaders"
     """Any single-player game of ale-py, such as breakout, enduro, seaquest or space-invaders."""
-    epochs: int = 200
+    epochs: Count = 200
     """Number of epochs: training steps, then evaluation steps."""
-    train_steps: int = 250_000
+    train_steps: Count = 250_000
     """Training steps of the agent per epoch; each is four frames of the game."""
-    test_steps: int = 125_000
+    test_steps: Count = 125_000
     """Evaluation steps per epoch."""
-    width: float = 1.0
+    width: Annotated[float, Range(0.02, 64)] = 1.0
     """Multiplier of the network's 32, 64 and 64 channels and 512 units."""
-    batch_size: int = 64
+    batch_size: Several = 64
     """Transitions per update."""
-    replay_size: int = 1_000_000
+    replay_size: Count = 1_000_000
     """Capacity of the replay buffer, in transitions."""
-    replay_start: int = 50_000
+    replay_start: Count = 50_000
     """Steps of random play before the first update."""
-    update_every: int = 4
+    update_every: Count = 4
     """Steps between updates."""
-    sync_every: int = 10_000
+    sync_every: Count = 10_000
     """Steps between copies of the network to the target network."""
-    discount: float = 0.99
+    discount: Probability = 0.99
     """Discount factor γ."""
-    epsilon_steps: int = 1_000_000
+    epsilon_steps: Count = 1_000_000
     """Steps over which ε falls linearly from 1 to its final value."""
-    epsilon_end: float = 0.1
+    epsilon_end: Probability = 0.1
     """Final ε in training."""
-    test_epsilon: float = 0.05
+    test_epsilon: Probability = 0.05
     """ε in evaluation."""
-    init_states: int = 500
+    init_states: Several = 500
     """States for the data-dependent initialization; their mean value is logged every epoch."""
-    value_std: float = 1.0
+    value_std: Positive = 1.0
     """Standard deviation of the initial action values over those states."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Data type of the networks in updates (autocast); parameters are float32."""
 
     FOLDER_FIELDS: ClassVar[tuple[str, ...]] = ("game", "parameterization")
-    LIMITS: ClassVar[dict[str, Limits]] = {
-        **RunConfig.LIMITS,
-        **dict.fromkeys(("epochs", "train_steps", "test_steps", "replay_start"), COUNT),
-        **dict.fromkeys(("replay_size", "update_every", "sync_every", "epsilon_steps"), COUNT),
-        **dict.fromkeys(("discount", "epsilon_end", "test_epsilon"), PROBABILITY),
-        "batch_size": SEVERAL,
-        "init_states": SEVERAL,
-        "width": Limits(0.02, 64),  # at least one channel in each layer
-        "value_std": POSITIVE,
-    }
+    COMPARED: ClassVar = (
+        Parameterization.STANDARD,
+        Parameterization.WEIGHT_NORM,
+        Parameterization.BATCH_NORM,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        how, compared = self.parameterization, ", ".join(map(str, COMPARED))
-        require(how in COMPARED, "parameterization", how, f"one of {compared}")
         start, size = self.replay_start, self.replay_size
         require(start + self.update_every <= self.train_steps, "replay_start", start,
                 "less than train-steps by at least update-every")  # fmt: skip
@@ -128,11 +113,21 @@ class Config(RunConfig):
             near = get_close_matches(self.game, known, 3, cutoff=0.5) or known
             require(self.game in known, "game", self.game, f"one of ale-py's: {', '.join(near)}?")
 
+    @property
+    def default_rate(self) -> float:
+        """The paper's choice from {0.0001, 0.0003, 0.001, 0.003}, which gives none for batch norm;
+        for a hundredth of the steps the next higher rate of that grid."""
+        plain, paper = self.parameterization is Parameterization.STANDARD, self.preset == "paper"
+        if plain:
+            return 0.0001 if paper else 0.0003
+        return 0.0003 if paper else 0.001
 
-PAPER = Config(preset="paper")
+
+PAPER = Config(preset="paper", about="50 million steps, replay of 1 million, 7.4 GB, a GPU, a week")
 CPU = replace(
     PAPER,
     preset="cpu",
+    about="500 thousand steps, half the width, batches of 32, two cores, an hour",
     epochs=20,
     train_steps=25_000,
     test_steps=10_000,
@@ -150,6 +145,7 @@ PRESETS = {
     "demo": replace(
         CPU,
         preset="demo",
+        about="3 thousand steps, half the width, a minute, too short to learn",
         epochs=3,
         train_steps=1_000,
         test_steps=500,
@@ -160,21 +156,6 @@ PRESETS = {
         init_states=100,
     ),
 }
-SIZES = {
-    "paper": ("50 million steps", "replay of 1 million, 7.4 GB", "a GPU, a week"),
-    "cpu": ("500 thousand steps", "half the width, batches of 32", "two cores, an hour"),
-    "demo": ("3 thousand steps", "half the width", "a minute, too short to learn"),
-}
-PAPERS_CHOICE = dict.fromkeys(COMPARED, 0.0003) | {Parameterization.STANDARD: 0.0001}
-"""From the grid {0.0001, 0.0003, 0.001, 0.003}; the paper gives none for batch norm."""
-ONE_HIGHER = dict.fromkeys(COMPARED, 0.001) | {Parameterization.STANDARD: 0.0003}
-"""The next higher rates of that grid, for a hundredth of the steps."""
-LEARNING_RATES = {"paper": PAPERS_CHOICE, "cpu": ONE_HIGHER, "demo": ONE_HIGHER}
-
-
-def default_learning_rate(config: Config) -> float:
-    """Return the preset's learning rate for the parameterization."""
-    return LEARNING_RATES[config.preset][config.parameterization]
 
 
 # — the network —
@@ -322,7 +303,7 @@ class Agent:
         self.model = QNetwork(game.actions, game.shape, how=plain, width=config.width).to(device)
         self.target = frozen_copy(self.model)
         self.actor = frozen_copy(self.model) if how.uses_batch else self.model
-        options: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.5, 0.999)}
+        options: dict[str, Any] = {"lr": config.rate, "betas": (0.5, 0.999)}
         self.optimizer: torch.optim.Optimizer
         if how.normalizes_weights:
             self.optimizer = WeightNormOptimizer(self.model, torch.optim.Adamax, **options)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from rich.console import Console
@@ -22,19 +22,16 @@ from torch.nn.utils import clip_grad_norm_
 
 from weightnorm import Parameterization, folded, weight_norm_model
 from weightnorm.diagnostics import v_norms, weight_rows
+from weightnorm.lab.config import Count, Range, RunConfig, Size
 from weightnorm.lab.data import digits, mnist
-from weightnorm.lab.errors import require
 from weightnorm.lab.models.draw import DRAW
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.run import Run
-from weightnorm.lab.runs.config import RunConfig
-from weightnorm.lab.runs.validation import COUNT, SIZE, Limits
 
 NAME = "draw"
 TITLE = "DRAW on binarized MNIST, standard and weight norm (section 5.3)"
 METRIC = "train_negative_elbo"
 """Selects the best learning rate of a sweep, lower is better. Test bounds are not used for that."""
-COMPARED = (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
 RESULTS = ("train_negative_elbo", "test_negative_elbo", "test_kl")
 """Metrics of every result: those that `sweep --metric` accepts."""
 EVAL_BATCH = 500
@@ -50,56 +47,60 @@ class Config(RunConfig):
     """Only standard and weight-norm apply to this model."""
     data: Literal["binarized-mnist", "digits"] = "binarized-mnist"
     """The fixed binarization of MNIST, or scikit-learn's embedded digits thresholded at ½."""
-    epochs: int = 100
+    epochs: Count = 100
     """Passes over the training set."""
-    batch_size: int = 100
+    batch_size: Size = 100
     """Examples per step, over all ranks."""
-    steps: int = 64
+    steps: Size = 64
     """Time steps T of the recurrent model."""
-    hidden: int = 256
+    hidden: Size = 256
     """Units of the encoder's and of the decoder's LSTM."""
-    latent: int = 100
+    latent: Size = 100
     """Dimension of the latent vector at each step."""
     attention: bool = True
     """Read and write through a grid of Gaussian filters; without it, all pixels at each step."""
-    read_size: int = 2
+    read_size: Annotated[int, Range(2, 1000)] = 2
     """Filters along each axis of the read grid."""
-    write_size: int = 5
+    write_size: Annotated[int, Range(2, 1000)] = 5
     """Filters along each axis of the write grid."""
     initial_g: Literal["norm", "one", "one-except-windows"] = "norm"
     """Initial g of weight norm: ‖v‖, which keeps the initial weights; 1; or 1 except in the two
     layers that place the attention windows, which keep ‖v‖. Not used by the standard
     parameterization."""
-    clip: float = 10.0
+    clip: Annotated[float, Range(0, math.inf, open_low=True)] = 10.0
     """Largest gradient norm over all parameters; longer gradients are scaled down to it."""
-    limit: int | None = None
+    limit: Count | None = None
     """Train on only this many examples, from the start of the training set."""
 
-    LIMITS: ClassVar[dict[str, Limits]] = {
-        **RunConfig.LIMITS,
-        "epochs": COUNT,
-        **dict.fromkeys(("batch_size", "steps", "hidden", "latent"), SIZE),
-        **dict.fromkeys(("read_size", "write_size"), Limits(2, 1000)),
-        "clip": Limits(0, math.inf, open_low=True),
-        "limit": COUNT,
-    }
+    COMPARED: ClassVar = (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        how, compared = self.parameterization, " or ".join(map(str, COMPARED))
-        expected = f"{compared}: batch statistics do not apply to the LSTM's time steps"
-        require(how in COMPARED, "parameterization", how, expected)
-        if how != Parameterization.WEIGHT_NORM:  # one run, whatever g is given in a sweep
+        # One run, whatever g is given in a sweep.
+        if self.parameterization != Parameterization.WEIGHT_NORM:
             object.__setattr__(self, "initial_g", "norm")
 
+    @property
+    def default_rate(self) -> float:
+        """The same for both parameterizations: the paper keeps the rate tuned for the standard."""
+        return {"paper": 0.0003, "cpu": 0.001, "demo": 0.003}[self.preset]
 
-PAPER = Config(preset="paper", learning_rate=0.0003)
+
+PAPER = Config(preset="paper", about="64 steps, 256 units, 100 epochs, a GPU, days")
 PRESETS = {
     "paper": PAPER,
-    "cpu": replace(PAPER, preset="cpu", steps=16, read_size=5, epochs=20, learning_rate=0.001),
+    "cpu": replace(
+        PAPER,
+        preset="cpu",
+        about="16 steps, 256 units, 20 epochs, two cores, about 25 minutes",
+        steps=16,
+        read_size=5,
+        epochs=20,
+    ),
     "demo": replace(
         PAPER,
         preset="demo",
+        about="8 steps, 64 units, embedded digits, a minute",
         data="digits",
         epochs=40,
         batch_size=50,
@@ -107,23 +108,8 @@ PRESETS = {
         hidden=64,
         latent=16,
         write_size=3,
-        learning_rate=0.003,
     ),
 }
-SIZES = {
-    "paper": ("64 steps, 256 units", "100 epochs", "a GPU, days"),
-    "cpu": ("16 steps, 256 units", "20 epochs", "two cores, about 25 minutes"),
-    "demo": ("8 steps, 64 units", "embedded digits", "a minute"),
-}
-LEARNING_RATES = {
-    name: dict.fromkeys(COMPARED, preset.learning_rate) for name, preset in PRESETS.items()
-}
-"""The same for both: the paper keeps the rate tuned for the standard parameterization."""
-
-
-def default_learning_rate(config: Config) -> float:
-    """Return the preset's learning rate for the parameterization."""
-    return LEARNING_RATES[config.preset][config.parameterization]
 
 
 def run(config: Config, console: Console | None = None) -> RunRecord:
@@ -147,7 +133,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
         if config.compile:
             model.compile()
 
-        optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
+        optimizer = torch.optim.Adam(model.parameters(), lr=config.rate, fused=True)
         if not run.restore(model=model, optimizer=optimizer):
             torch.manual_seed(~config.seed)  # see Note [noise of the whole batch]
 

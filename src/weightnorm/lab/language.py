@@ -20,14 +20,13 @@ from torch import Tensor, nn
 
 from weightnorm import Parameterization, WeightNormOptimizer, functional
 from weightnorm.diagnostics import direction_angle, weight_rows
+from weightnorm.lab.config import Count, Nonnegative, Positive, Probability, RunConfig, Several
 from weightnorm.lab.data import torch_source
 from weightnorm.lab.data.torch_source import Corpus
 from weightnorm.lab.errors import ConfigError, require
 from weightnorm.lab.records import RunRecord, read_json, write_json
 from weightnorm.lab.run import Run
-from weightnorm.lab.runs.config import RunConfig
 from weightnorm.lab.runs.environment import autocast
-from weightnorm.lab.runs.validation import COUNT, NONNEGATIVE, POSITIVE, SEVERAL, Limits
 
 BYTES = 256
 
@@ -37,7 +36,6 @@ METRIC = "train_bits_per_byte"
 """Selects the best learning rate of a sweep, lower is better. Held-out text has no part in it."""
 RESULTS = ("train_bits_per_byte", "test_bits_per_byte", "trigram_bits_per_byte")
 """Metrics of every result: those that `sweep --metric` accepts."""
-COMPARED = (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
 AXES = {"optimizers": "optimizer"}
 """Flags of `sweep` for fields that may have several values."""
 
@@ -58,53 +56,44 @@ class Config(RunConfig):
     """Defaults of the other fields: 15 to 30 minutes on one core, or a minute."""
     optimizer: Literal["adamw", "muon", "hyperball"] = "adamw"
     """Optimizer of the blocks' matrices. hyperball is Adam on matrices of fixed norm."""
-    epochs: int = 10
+    epochs: Count = 10
     """Evaluations: one after every `steps` steps."""
-    steps: int = 100
+    steps: Count = 100
     """Training steps between evaluations."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Texts per step, over all ranks."""
-    context: int = 256
+    context: Several = 256
     """Bytes of a text."""
-    width: int = 192
+    width: Count = 192
     """Units of the residual stream."""
-    depth: int = 4
+    depth: Count = 4
     """Transformer blocks."""
-    heads: int = 6
+    heads: Count = 6
     """Attention heads."""
-    other_learning_rate: float = 0.003
+    other_learning_rate: Positive = 0.003
     """Initial step size of embeddings, gains and the output layer."""
-    length_learning_rate: float | None = None
+    length_learning_rate: Positive | None = None
     """Initial step size of g; by default 0.005 under adamw and 0.1 under muon."""
-    weight_decay: float | None = None
+    weight_decay: Nonnegative | None = None
     """Decoupled weight decay of the blocks' matrices; by default 0.1, with weight norm 0."""
     initial_g: Literal["norm", "one"] = "norm"
     """Initial g of weight norm: ‖w‖ of the initial weights, which keeps them, or 1."""
     retract: bool = False
     """Restore ‖v‖ after every step, so that it does not grow."""
-    warmup: float = 0.05
+    warmup: Probability = 0.05
     """Fraction of the steps in which the learning rate rises; afterwards it falls linearly to 0."""
-    eval_texts: int = 256
+    eval_texts: Count = 256
     """Held-out texts for each evaluation."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Data type of the network (autocast); parameters are float32."""
 
     FOLDER_FIELDS: ClassVar[tuple[str, ...]] = ("optimizer", "parameterization")
 
-    LIMITS: ClassVar[dict[str, Limits]] = {
-        **RunConfig.LIMITS,
-        **dict.fromkeys(("epochs", "steps", "batch_size", "width", "depth", "heads"), COUNT),
-        **dict.fromkeys(("other_learning_rate", "length_learning_rate"), POSITIVE),
-        "context": SEVERAL,
-        "eval_texts": COUNT,
-        "weight_decay": NONNEGATIVE,
-        "warmup": Limits(0, 1),
-    }
+    COMPARED: ClassVar = (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         how, normalizes = self.parameterization, self.parameterization.normalizes_weights
-        require(how in COMPARED, "parameterization", how, " or ".join(map(str, COMPARED)))
         require(not leaves_out(vars(self)), "parameterization", how,
                 "weight-norm: hyperball fixes the norm of the weights")  # fmt: skip
         require(normalizes or not self.retract, "retract", True, "False without weight norm")
@@ -119,13 +108,19 @@ class Config(RunConfig):
         expected = f"a divisor of {self.width} with heads of an even size"
         require(divides, "heads", self.heads, expected)
 
+    @property
+    def default_rate(self) -> float:
+        """The rate of the optimizer for the parameterization."""
+        return RATES[self.optimizer, self.parameterization]
 
-CPU = Config(preset="cpu", learning_rate=0.002)
+
+CPU = Config(preset="cpu", about="1.9 million parameters, 1,000 steps, one core, 15 to 30 minutes")
 PRESETS = {
     "cpu": CPU,
     "demo": replace(
         CPU,
         preset="demo",
+        about="0.3 million parameters, 1,000 steps, a minute",
         batch_size=8,
         context=128,
         width=96,
@@ -133,11 +128,6 @@ PRESETS = {
         eval_texts=64,
     ),
 }
-SIZES = {
-    "cpu": ("1.9 million parameters", "1,000 steps", "one core, 15 to 30 minutes"),
-    "demo": ("0.3 million parameters", "1,000 steps", "a minute"),
-}
-LEARNING_RATES = {preset: dict.fromkeys(COMPARED, 0.002) for preset in PRESETS}
 RATES = {
     ("adamw", Parameterization.STANDARD): 0.005,
     ("adamw", Parameterization.WEIGHT_NORM): 0.005,
@@ -146,11 +136,6 @@ RATES = {
     ("hyperball", Parameterization.WEIGHT_NORM): 0.01,
 }
 LENGTH_RATES = {"adamw": 0.005, "muon": 0.1, "hyperball": 0.0}  # hyperball has no g to train
-
-
-def default_learning_rate(config: Config) -> float:
-    """Return the learning rate for a config's optimizer and parameterization."""
-    return RATES[config.optimizer, config.parameterization]
 
 
 # — the network: a decoder with rotary positions, RMS norm before each branch, no biases —
@@ -306,7 +291,7 @@ def build_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opt
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     others = partial(torch.optim.AdamW, lr=config.other_learning_rate, weight_decay=0.0)
-    rate, decay = config.learning_rate, config.weight_decay
+    rate, decay = config.rate, config.weight_decay
     if decay is None:
         decay = 0.0 if config.parameterization.normalizes_weights else 0.1
     adam: dict[str, Any] = {"lr": rate, "betas": (0.9, 0.95)}

@@ -35,6 +35,7 @@ from weightnorm._distributed import RankLost
 from weightnorm.diagnostics import weight_rows
 from weightnorm.files.atomic import write_atomically
 from weightnorm.init_report import InitReport
+from weightnorm.lab.config import RunConfig, completed, folder, scientific_fields
 from weightnorm.lab.errors import (
     CheckpointError,
     ConfigError,
@@ -62,7 +63,6 @@ from weightnorm.lab.runs.checkpoints import (
     save_checkpoint,
     set_random_state,
 )
-from weightnorm.lab.runs.config import RunConfig, completed, folder, scientific_fields
 from weightnorm.lab.runs.environment import environment, pick_device
 from weightnorm.lab.runs.epoch_metrics import EpochMetrics, stack_ranks
 from weightnorm.lab.runs.progress import EpochProgress

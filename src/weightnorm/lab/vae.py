@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal, cast
+from typing import Annotated, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,23 +22,29 @@ from torch.optim.swa_utils import AveragedModel
 
 from weightnorm import Parameterization, data_dependent_init, folded
 from weightnorm._torch_private import foreach_lerp_
+from weightnorm.lab.config import (
+    Count,
+    Limit,
+    Nonnegative,
+    Positive,
+    Range,
+    RunConfig,
+    Several,
+    Size,
+)
 from weightnorm.lab.data import cifar10, digits, mnist
-from weightnorm.lab.errors import require
 from weightnorm.lab.models.likelihoods import bits_per_dim
 from weightnorm.lab.models.vae import VAE, ElboTerms, log_importance_weights
 from weightnorm.lab.models.vae_cifar10 import Cifar10VAE
 from weightnorm.lab.models.vae_mnist import MnistVAE
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.run import Run
-from weightnorm.lab.runs.config import RunConfig
-from weightnorm.lab.runs.validation import COUNT, NONNEGATIVE, POSITIVE, SEVERAL, SIZE, Limits
 
 NAME = "vae"
 TITLE = "convolutional VAE with inverse autoregressive flow (section 5.2)"
 METRIC = "train_negative_elbo"
 """Selects the best learning rate of a sweep, lower is better. Test bounds are not used for that."""
 Tensors = tuple[Tensor, ...] | list[Tensor]
-COMPARED = (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
 RESULTS = (
     "train_negative_elbo",
     "train_kl",
@@ -58,87 +64,83 @@ class Config(RunConfig):
 
     parameterization: Parameterization = Parameterization.WEIGHT_NORM
     """Only standard and weight-norm apply to this model."""
-    learning_rate: float = 0.002
-    """Adamax's learning rate."""
     data: Literal["mnist", "cifar10", "digits"] = "mnist"
     """MNIST, CIFAR-10, or scikit-learn's embedded digits, enlarged to 16×16. It selects the network
     too, and CIFAR-10 has its own settings in each preset."""
     posterior: Literal["iaf", "diagonal"] = "iaf"
     """Inverse autoregressive flow, or a diagonal Gaussian."""
-    flow_steps: int = 2
+    flow_steps: Annotated[int, Range(1, 1000)] = 2
     """Steps of the inverse autoregressive flow."""
-    latents: int = 32
+    latents: Size = 32
     """Dimension of z; on CIFAR-10, channels of each stochastic layer."""
-    width: float = 1.0
-    """Multiplier of the network's channels and units."""
-    depth: int = 2
+    width: Annotated[float, Range(0.05, 64)] = 1.0
+    """Multiplier of the network's channels and units, of which each layer has one or more."""
+    depth: Annotated[int, Range(1, 1000)] = 2
     """Residual blocks at each resolution; on CIFAR-10 each has a stochastic layer."""
-    free_bits: float = 0.0
+    free_bits: Nonnegative = 0.0
     """KL per channel, in nats, that the training loss ignores; the reported bound includes it."""
-    epochs: int = 200
+    epochs: Count = 200
     """Passes over the training set."""
-    batch_size: int = 100
+    batch_size: Several = 100
     """Examples per step, over all ranks."""
-    average_epochs: float = 10.0
+    average_epochs: Positive = 10.0
     """Time constant of the moving average of the parameters, in epochs."""
-    init_examples: int = 500
+    init_examples: Several = 500
     """Training examples for the data-dependent initialization."""
-    importance_samples: int = 128
+    importance_samples: Count = 128
     """Importance samples per example in the final estimate of log p(x)."""
-    importance_examples: int | None = None
+    importance_examples: Count | None = None
     """Estimate log p(x) on only this many test examples."""
-    limit: int | None = None
+    limit: Limit | None = None
     """Train on only this many examples, from the start of the training set."""
 
     FOLDER_FIELDS: ClassVar[tuple[str, ...]] = ("data", "parameterization")
-    LIMITS: ClassVar[dict[str, Limits]] = {
-        **RunConfig.LIMITS,
-        **dict.fromkeys(("flow_steps", "depth"), Limits(1, 1000)),
-        "latents": SIZE,
-        "width": Limits(0.05, 64),  # at least one channel in each layer
-        "free_bits": NONNEGATIVE,
-        **dict.fromkeys(("epochs", "importance_samples", "importance_examples"), COUNT),
-        **dict.fromkeys(("batch_size", "init_examples"), SEVERAL),
-        "average_epochs": POSITIVE,
-        "limit": Limits(2, COUNT.high),
-    }
+    COMPARED: ClassVar = (Parameterization.STANDARD, Parameterization.WEIGHT_NORM)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        how, compared = self.parameterization, " or ".join(map(str, COMPARED))
-        require(how in COMPARED, "parameterization", how, f"{compared}: the paper compares these")
+    @property
+    def default_rate(self) -> float:
+        """Adamax's learning rate, the same for both parameterizations (section 5.2)."""
+        return 0.002
 
 
-PAPER = Config(preset="paper")
-PAPER_CIFAR10 = replace(PAPER, data="cifar10", flow_steps=1, free_bits=0.25)
+PAPER = Config(preset="paper", about="MNIST, 16/32/32 maps, 200 epochs, a GPU, hours")
+PAPER_CIFAR10 = replace(
+    PAPER,
+    about="6 stochastic layers, 64 maps, 200 epochs, a GPU, days",
+    data="cifar10",
+    flow_steps=1,
+    free_bits=0.25,
+)
 PRESETS = {
     "paper": PAPER,
     "paper cifar10": PAPER_CIFAR10,
-    "cpu": replace(PAPER, preset="cpu", epochs=8, importance_examples=1000),
+    "cpu": replace(
+        PAPER,
+        preset="cpu",
+        about="MNIST, 16/32/32 maps, 8 epochs, one core, 43 minutes",
+        epochs=8,
+        importance_examples=1000,
+    ),
     "cpu cifar10": replace(
         PAPER_CIFAR10,
         preset="cpu",
+        about="3 stochastic layers, 32 maps, 10 epochs, one core, 36 minutes",
         width=0.5,
         depth=1,
         latents=16,
         epochs=10,
         importance_examples=500,
     ),
-    "demo": replace(PAPER, preset="demo", data="digits", width=0.5, depth=1, epochs=30),
+    "demo": replace(
+        PAPER,
+        preset="demo",
+        about="8/16/16 maps, embedded digits, a minute",
+        data="digits",
+        width=0.5,
+        depth=1,
+        epochs=30,
+    ),
 }
-SIZES = {
-    "paper": ("MNIST, 16/32/32 maps", "200 epochs", "a GPU, hours"),
-    "paper cifar10": ("6 stochastic layers, 64 maps", "200 epochs", "a GPU, days"),
-    "cpu": ("MNIST, 16/32/32 maps", "8 epochs", "one core, 43 minutes"),
-    "cpu cifar10": ("3 stochastic layers, 32 maps", "10 epochs", "one core, 36 minutes"),
-    "demo": ("8/16/16 maps", "embedded digits", "a minute"),
-}
-LEARNING_RATES = dict.fromkeys(("paper", "cpu", "demo"), dict.fromkeys(COMPARED, 0.002))
-
-
-def default_learning_rate(config: Config) -> float:
-    """Return the preset's learning rate for the parameterization."""
-    return LEARNING_RATES[config.preset][config.parameterization]
 
 
 def run(config: Config, console: Console | None = None) -> RunRecord:
@@ -158,7 +160,7 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
         run.record_initialization(report)
         network = torch.compile(model) if config.compile else model
 
-        optimizer = torch.optim.Adamax(model.parameters(), lr=config.learning_rate, foreach=True)
+        optimizer = torch.optim.Adamax(model.parameters(), lr=config.rate, foreach=True)
         steps = config.average_epochs * len(train) / config.batch_size
         average = AveragedModel(model, multi_avg_fn=moving_average(steps))
         averaged = cast(VAE, average.module)

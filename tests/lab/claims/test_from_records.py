@@ -15,8 +15,8 @@ from weightnorm.lab.claims.from_records import (
     other_experiments,
     over_training,
 )
+from weightnorm.lab.config import scientific_fields
 from weightnorm.lab.records import write_json
-from weightnorm.lab.runs.config import scientific_fields
 
 
 def write_run(root, experiment, how, seed, result, curve=(), **config):

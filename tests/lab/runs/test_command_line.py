@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from commands import HANGS, started, weightnorm
 from weightnorm.lab.cli.experiments import EXPERIMENTS
 from weightnorm.lab.cli.main import main
+from weightnorm.lab.config import scientific_fields
 from weightnorm.lab.records import RunRecord
-from weightnorm.lab.runs.config import scientific_fields
 from weightnorm.lab.sweeps import grid
 
 SWEEP = ("sweep", "classify", "--preset", "demo")

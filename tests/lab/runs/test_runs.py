@@ -43,6 +43,7 @@ from weightnorm import Parameterization
 from weightnorm.init_report import InitReport, LayerInit
 from weightnorm.lab import classify
 from weightnorm.lab.cli.main import main
+from weightnorm.lab.config import folder
 from weightnorm.lab.errors import (
     CheckpointError,
     ConfigError,
@@ -54,7 +55,6 @@ from weightnorm.lab.errors import (
 from weightnorm.lab.records import load_record
 from weightnorm.lab.run import Run, largest_norms
 from weightnorm.lab.runs.checkpoints import load_checkpoint, save_checkpoint
-from weightnorm.lab.runs.config import folder
 from weightnorm.lab.runs.epoch_metrics import EpochMetrics, stack_ranks
 
 TINY = ("run", "classify", "--preset", "demo", "--epochs", 4, "--limit", 300, "--batch-size", 20)

@@ -23,8 +23,8 @@ from weightnorm.lab.claims.claim import (
     claim,
 )
 from weightnorm.lab.claims.context import Context
+from weightnorm.lab.config import completed, find_preset, scientific_fields
 from weightnorm.lab.records import RunRecord, by_seed, distinct_runs, find_records
-from weightnorm.lab.runs.config import completed, find_preset, scientific_fields
 from weightnorm.lab.runs.selection import best_learning_rate
 from weightnorm.lab.statistics import mean_interval, paired_differences, variance_ratio_interval
 

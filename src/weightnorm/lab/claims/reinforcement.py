@@ -52,7 +52,7 @@ FIGURES = {
     "greedy action changes in one update, and the part of the targets' variance left unexplained",
 )  # fmt: skip
 def batch_norm_in_dqn(context: Context) -> Measured:
-    settings = [(how, BATCH) for how in map(str, dqn.COMPARED)]
+    settings = [(how, BATCH) for how in map(str, dqn.Config.COMPARED)]
     settings.append((str(Parameterization.BATCH_NORM), 2 * BATCH if context.quick else LARGE))
     parts = [
         (*setting, rate, seed) for setting in settings for rate in RATES for seed in context.seeds

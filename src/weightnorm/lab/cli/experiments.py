@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -12,8 +11,8 @@ from weightnorm.lab import classify, dqn, draw, language, vae
 from weightnorm.lab.cli.arguments import parse, split_flags
 from weightnorm.lab.cli.console import OUT, print_line
 from weightnorm.lab.cli.verbs import VERBS
+from weightnorm.lab.config import find_preset
 from weightnorm.lab.errors import UsageError, nearest
-from weightnorm.lab.runs.config import RunConfig, find_preset
 
 EXPERIMENTS: dict[str, ModuleType] = {
     module.NAME: module for module in (classify, vae, draw, dqn, language)
@@ -40,7 +39,7 @@ def print_experiments() -> None:
         width = max(map(len, flags.values()))
         for preset, words in flags.items():
             indent = " " * (width + 6)
-            text = f"  {words:{width}}    {', '.join(module.SIZES[preset])}"
+            text = f"  {words:{width}}    {module.PRESETS[preset].about}"
             print_line(OUT, textwrap.fill(text, 80, subsequent_indent=indent))
     print_line(OUT, "\nweightnorm run EXPERIMENT --help explains every setting")
 
@@ -56,15 +55,10 @@ def preset_flags(name: str) -> str:
 
 
 def parse_config(module: ModuleType, words: list[str], verb: str) -> Any:
-    """Parse a config: the preset, then the flags, then the preset's learning rate if not given."""
+    """Parse a config: the preset, then the flags."""
     given = dict(pairwise([*split_flags(words), ""]))
     name = given.get("--preset", "cpu")
     if name not in module.PRESETS:
         name = "cpu"  # parse() below raises the error
     preset = find_preset(module.PRESETS, name, given.get("--data", ""))
-    # What --help shows; flags such as --parameterization may change it below.
-    preset = replace(preset, learning_rate=module.default_learning_rate(preset))
-    config: RunConfig = parse(type(preset), words, verb, default=preset)
-    if "--learning-rate" not in split_flags(words):
-        config = replace(config, learning_rate=module.default_learning_rate(config))
-    return config
+    return parse(type(preset), words, verb, default=preset)

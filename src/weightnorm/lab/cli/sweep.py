@@ -41,7 +41,7 @@ def main(words: list[str]) -> int:
     grid = Grid(
         experiment=module.NAME,
         base=base,
-        parameterizations=options.parameterizations or tuple(module.LEARNING_RATES[base.preset]),
+        parameterizations=options.parameterizations or base.COMPARED,
         learning_rates=options.learning_rates,
         seeds=options.seeds,
         axes={axes[flag]: values for flag in axes if (values := getattr(options, flag))},

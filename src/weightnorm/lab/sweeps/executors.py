@@ -23,8 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from weightnorm.lab.config import RunConfig
 from weightnorm.lab.errors import ConfigError, RunError
-from weightnorm.lab.runs.config import RunConfig
 
 POLL_SECONDS = 0.1
 TAIL_LINES = 5

@@ -22,15 +22,15 @@ from rich.console import Console
 from rich.progress import TaskID
 
 from weightnorm import Parameterization
-from weightnorm.lab.errors import ConfigError, RecordError, require
-from weightnorm.lab.records import RunRecord, load_record, read_rows
-from weightnorm.lab.runs.config import (
+from weightnorm.lab.config import (
     RunConfig,
     completed,
     folder,
     preset_of,
     scientific_fields,
 )
+from weightnorm.lab.errors import ConfigError, RecordError, require
+from weightnorm.lab.records import RunRecord, load_record, read_rows
 from weightnorm.lab.runs.environment import pick_device
 from weightnorm.lab.runs.progress import ProgressBars
 from weightnorm.lab.sweeps.executors import (
@@ -72,10 +72,10 @@ class Grid:
         require(bool(self.seeds), "seeds", "empty", "one or more")
         module = importlib.import_module(f"weightnorm.lab.{self.experiment}")
         preset = preset_of(self.base, module.PRESETS)
-        defaults = module.LEARNING_RATES[self.base.preset]
-        compared = ", ".join(map(str, defaults))
+        known = self.base.COMPARED
+        expected = f"one or more of {', '.join(map(str, known))}"
         for how in self.parameterizations:
-            require(how in defaults, "parameterizations", how, f"one or more of {compared}")
+            require(how in known, "parameterizations", how, expected)
         leaves_out = getattr(module, "leaves_out", lambda fields: False)
         jobs: dict[Path, Job] = {}
         for seed, how, *more in product(self.seeds, self.parameterizations, *self.axes.values()):
@@ -83,7 +83,7 @@ class Grid:
             if leaves_out({**vars(self.base), **fields}):
                 continue
             base = replace(self.base, **fields, seed=seed)
-            for rate in self.learning_rates or [module.default_learning_rate(base)]:
+            for rate in self.learning_rates or [base.rate]:
                 config = replace(base, learning_rate=rate)
                 place = folder(self.experiment, config, module.PRESETS)
                 if place in jobs:
@@ -105,7 +105,7 @@ class Grid:
 def flags(config: RunConfig, preset: RunConfig) -> list[str]:
     """Return the command-line flags that turn a preset into a config.
 
-    >>> flags(RunConfig(seed=2, compile=True), RunConfig())[4:]
+    >>> flags(RunConfig(learning_rate=0.003, seed=2, compile=True), RunConfig())[4:]
     ['--learning-rate', '0.003', '--seed', '2', '--compile']
     """
     words = []

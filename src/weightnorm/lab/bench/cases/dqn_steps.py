@@ -54,7 +54,7 @@ class TorchAgent(Agent):
         self.actor, self.target = self.model, deepcopy(self.model).requires_grad_(False)
         self.networks = self.model, self.target
         self.optimizer = torch.optim.Adamax(
-            self.model.parameters(), lr=config.learning_rate, betas=(0.5, 0.999)
+            self.model.parameters(), lr=config.rate, betas=(0.5, 0.999)
         )
 
     def update_actor(self) -> None: ...
@@ -95,7 +95,7 @@ def peer(config: Config, ours: bool, steps: int, threads: int) -> Step:
     model = import_module("stable_baselines3").DQN(
         "CnnPolicy",
         vectors.VecFrameStack(environment, 4),
-        learning_rate=config.learning_rate,
+        learning_rate=config.rate,
         buffer_size=config.replay_size,
         learning_starts=config.replay_start,
         batch_size=config.batch_size,

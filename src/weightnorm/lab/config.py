@@ -1,0 +1,225 @@
+"""Config fields common to all experiments, their validation, and the folder a run is recorded in.
+
+An experiment's Config is a frozen dataclass. The annotation of a field is also its valid range:
+`epochs: Count` is an integer from 1 up, and any other value raises a ConfigError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import tyro
+
+from weightnorm import Parameterization
+from weightnorm.lab.errors import require
+from weightnorm.lab.records import to_json
+
+C = TypeVar("C", bound="RunConfig")
+
+
+# — valid values —
+
+
+class Range(NamedTuple):
+    """Range of a number. NaN is outside of every range."""
+
+    low: float
+    high: float
+    open_low: bool = False
+    """Whether `low` itself is excluded."""
+    open_high: bool = False
+    """Whether `high` itself is excluded."""
+
+    def contains(self, value: float) -> bool:
+        above = self.low < value if self.open_low else self.low <= value
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        """
+        >>> print(Range(0, math.inf, True, True), "|", Range(0, math.inf, False, True))
+        a positive number | a finite number of 0 or more
+        """
+        low, high = (f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (self.low, self.high))
+        if self.high == math.inf:
+            if self.open_low and self.low == 0:
+                return "a positive number"
+            return f"a finite number of {low} or more" if self.open_high else f"{low} or more"
+        if self.open_low or self.open_high:
+            first = f"above {low}" if self.open_low else f"at least {low}"
+            return f"{first} and {'below' if self.open_high else 'at most'} {high}"
+        return f"from {low} to {high}"
+
+
+Count = Annotated[int, Range(1, 10**9)]
+"""A number of steps, epochs or examples."""
+Size = Annotated[int, Range(1, 100_000)]
+"""A dimension of a tensor."""
+Several = Annotated[int, Range(2, 100_000)]
+"""A number of examples whose mean and variance are taken."""
+Limit = Annotated[int, Range(2, 10**9)]
+"""A number of training examples, enough for a mean and a variance."""
+Positive = Annotated[float, Range(0, math.inf, open_low=True, open_high=True)]
+Nonnegative = Annotated[float, Range(0, math.inf, open_high=True)]
+Probability = Annotated[float, Range(0, 1)]
+
+
+# — the fields of every experiment —
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Fields of every experiment."""
+
+    preset: Literal["paper", "cpu", "demo"] = "cpu"
+    """Defaults of the other fields: the paper's sizes, real data on a laptop, or one minute."""
+    parameterization: Parameterization = Parameterization.WEIGHT_NORM
+    """Parameterization of the weights and normalization of the pre-activations."""
+    learning_rate: Positive | None = None
+    """Learning rate at the start; by default the preset's for this parameterization."""
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 1
+    """Seed of the initial weights, the order of the data, and the noise."""
+
+    runs: Path = Path("runs")
+    """Folder for the records of all runs."""
+    data_dir: Path | None = None
+    """Folder of the data sets. Default: $WEIGHTNORM_DATA, then the user's cache folder."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps, or auto for the fastest one available."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    checkpoint_seconds: Annotated[float, Range(0, math.inf)] = 60.0
+    """Time between checkpoints: at most this much is repeated after a kill."""
+    wait_seconds: Annotated[float, Range(0, 1e7, open_low=True)] = 300.0
+    """Time to wait for another rank before the run fails."""
+    about: tyro.conf.Suppress[str] = dataclasses.field(default="", repr=False, compare=False)
+    """Size and duration of a preset, for `weightnorm list`."""
+
+    EXECUTION_FIELDS: ClassVar[frozenset[str]] = frozenset(
+        {"runs", "data_dir", "device", "compile", "checkpoint_seconds", "wait_seconds", "about"}
+    )
+    """Fields that do not change what is computed. They may differ when a run is resumed."""
+
+    FOLDER_FIELDS: ClassVar[tuple[str, ...]] = ("parameterization",)
+    """Fields with a folder level of their own, between the preset and the learning rate."""
+
+    COMPARED: ClassVar[tuple[Parameterization, ...]] = tuple(Parameterization)
+    """Parameterizations that the experiment compares; it has no others."""
+
+    def __post_init__(self) -> None:
+        """Raise a ConfigError for a field of the wrong type or outside of its range."""
+        own: Any = type(self)
+        for name, (kind, limits) in _annotations(own).items():
+            value = getattr(self, name)
+            shown = repr(value) if isinstance(value, str) else value
+            require(_is_instance(value, kind), name, shown, _expected(kind))
+            if limits is not None and value is not None:
+                require(limits.contains(value), name, value, str(limits))
+        how, compared = self.parameterization, " or ".join(map(str, self.COMPARED))
+        require(how in self.COMPARED, "parameterization", how, f"{compared} in this experiment")
+
+    @property
+    def rate(self) -> float:
+        """The initial learning rate: the one that was given, or else the default."""
+        return self.default_rate if self.learning_rate is None else self.learning_rate
+
+    @property
+    def default_rate(self) -> float:
+        """The preset's learning rate for the parameterization."""
+        raise NotImplementedError
+
+
+@cache
+def _annotations(kind: Any) -> dict[str, tuple[Any, Range | None]]:
+    """Return the type and the range of each field."""
+    plain, annotated = (typing.get_type_hints(kind, include_extras=x) for x in (False, True))
+    return {
+        field.name: (plain[field.name], _range(annotated[field.name]))
+        for field in dataclasses.fields(kind)
+    }
+
+
+def _range(hint: Any) -> Range | None:
+    """Return the range in an annotation, which may be optional."""
+    for choice in (hint, *typing.get_args(hint)):
+        for extra in getattr(choice, "__metadata__", ()):
+            if isinstance(extra, Range):
+                return extra
+    return None
+
+
+def _is_instance(value: Any, hint: Any) -> bool:
+    """`isinstance` for the annotations that a config uses. A bool is not a number."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return isinstance(value, str) and value in typing.get_args(hint)
+    if origin is UnionType or origin is typing.Union:
+        return any(_is_instance(value, choice) for choice in typing.get_args(hint))
+    if hint in (int, float):
+        numbers = (int, float) if hint is float else int
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _expected(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(typing.get_args(hint))
+    choices = typing.get_args(hint) or (hint,)
+    return " or ".join("none" if choice is NoneType else choice.__name__ for choice in choices)
+
+
+# — records and folders —
+
+
+def scientific_fields(config: RunConfig) -> dict[str, Any]:
+    """Return the fields that determine what is computed, as JSON values."""
+    fields = {
+        name: value
+        for name, value in {**dataclasses.asdict(config), "learning_rate": config.rate}.items()
+        if name not in config.EXECUTION_FIELDS
+    }
+    values: dict[str, Any] = json.loads(to_json(fields))
+    return values
+
+
+def completed(recorded: Mapping[str, Any], kind: type[RunConfig]) -> dict[str, Any]:
+    """Return the fields of a recorded config, with the defaults of those that are newer than it."""
+    return {**scientific_fields(kind()), **recorded}
+
+
+def find_preset(presets: Mapping[str, C], name: str, data: str) -> C:
+    """Return the preset for a data set, such as ``cpu cifar10``, or else the one called `name`."""
+    return presets.get(f"{name} {data}", presets[name])
+
+
+def preset_of(config: C, presets: Mapping[str, C]) -> C:
+    """Return the preset that a config was derived from."""
+    return find_preset(presets, config.preset, getattr(config, "data", ""))
+
+
+def folder(experiment: str, config: C, presets: Mapping[str, C]) -> Path:
+    """Return ``runs/<experiment>/<preset>/<parameterization>/lr-…/seed-…``.
+
+    Other fields that differ from the preset are appended to its name: ``cpu+epochs=3``.
+    """
+    own_level = {"learning_rate", "seed", *config.FOLDER_FIELDS}
+    defaults = scientific_fields(preset_of(config, presets))
+    changed = [
+        f"{name.replace('_', '-')}={value}"
+        for name, value in scientific_fields(config).items()
+        if value != defaults[name] and name not in own_level
+    ]
+    levels = [str(getattr(config, name)) for name in config.FOLDER_FIELDS]
+    label = "+".join([config.preset, ",".join(changed)]) if changed else config.preset
+    return Path(
+        config.runs, experiment, label, *levels, f"lr-{config.rate:g}", f"seed-{config.seed}"
+    )

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightnorm import WeightNormOptimizer, functional, weight_norm_model
-from weightnorm.lab.bench.peak_memory import peak_bytes
+from weightnorm.lab.bench.memory import peak_bytes
 
 
 def timm_optimizer(file, name):

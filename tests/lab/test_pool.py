@@ -1,88 +1,41 @@
-"""Worker processes: state, results, errors, end."""
+"""Worker processes: results, state, errors, end."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from weightnorm.lab.errors import RunError
-from weightnorm.lab.pool import Pool, Worker, one_thread
+from weightnorm.lab.pool import call_state, worker_processes
 
 
-def append(state, x):
-    state.append(x)
-    return os.getpid(), list(state)
+def counter(path):
+    """A state that appends its process to a file at each call."""
+
+    def call():
+        with path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    return call
 
 
-def divide(state, x):
-    return state[0] / x
-
-
-def exit_now(state):
-    os._exit(5)
-
-
-def threads(state):
-    return torch.get_num_threads()
-
-
-def fail():
-    raise FileNotFoundError("absent")
-
-
-@pytest.fixture
-def worker():
-    made = Worker(list, (1,))
-    yield made
-    made.close()
-
-
-def test_a_worker_keeps_its_state_in_another_process(worker):
-    first, second = worker.call(append, 2), worker.call(append, 3)
-    assert second == (first[0], [1, 2, 3])
-    assert first[0] != os.getpid()
-
-
-def test_errors_are_raised_here_and_the_worker_survives(capfd):
-    worker = Worker(list, (1,))
-    try:
+def test_workers_share_calls_and_end_with_the_context(tmp_path):
+    path = tmp_path / "processes"
+    with worker_processes(2, partial(counter, path)) as pool:
+        assert [*pool.map(divmod, range(4), [3] * 4)] == [divmod(x, 3) for x in range(4)]
+        assert pool.submit(torch.get_num_threads).result() == 1
         with pytest.raises(ZeroDivisionError):
-            worker.call(divide, 0)
-        assert worker.call(divide, 2) == 0.5
-    finally:
-        worker.close()
-    assert "in divide" in capfd.readouterr().err  # the traceback
+            pool.submit(divmod, 1, 0).result()
+        for _ in range(3):
+            pool.submit(call_state).result()
+    pids = path.read_text().split()
+    assert len(pids) == 3
+    assert str(os.getpid()) not in pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_worker_that_ends_is_an_error(worker):
-    with pytest.raises(RunError, match="exit code 5"):
-        worker.call(exit_now)
-
-
-def test_a_state_that_cannot_be_made_is_an_error(capfd):
-    worker = Worker(fail)
-    try:
-        with pytest.raises(FileNotFoundError, match="absent"):
-            worker.call(append, 1)
-    finally:
-        worker.close()
-
-
-def test_closing_ends_the_process(worker):
-    pid, _ = worker.call(append, 0)
-    assert Path(f"/proc/{pid}").exists()
-    worker.close()
-    assert not Path(f"/proc/{pid}").exists()
-
-
-def test_a_pool_shares_calls_between_its_workers():
-    pool = Pool(2, one_thread, list)
-    try:
-        found = dict(pool.map(append, [(x,) for x in range(6)]))
-        assert sorted(found) == list(range(6))
-        assert all(found[x][1][-1] == x for x in found)
-        assert len({pid for pid, _ in found.values()}) == 2
-        assert dict(pool.map(threads, [(), ()])) == {0: 1, 1: 1}
-    finally:
-        pool.close()
+def test_a_worker_that_dies_is_an_error():
+    with pytest.raises(RunError, match="a worker process ended"), worker_processes(1) as pool:
+        pool.submit(os._exit, 5).result()

@@ -27,10 +27,7 @@ def touch(context, folder, x):
 def test_results_are_in_order_and_progress_is_reported(tmp_path, workers):
     progress = []
     parts = PartRunner(workers, on_progress=lambda *row: progress.append(row))
-    try:
-        found = parts.map(CONTEXT, touch, [(str(tmp_path), x) for x in (3, 1, 2)])
-    finally:
-        parts.close()
+    found = parts.map(CONTEXT, touch, [(str(tmp_path), x) for x in (3, 1, 2)])
     assert found == [{"x": x, "quick": True} for x in (3, 1, 2)]
     assert progress == [(done, 3) for done in range(4)]
     processes = {path.name.split("-")[1] for path in tmp_path.iterdir()}

@@ -2,20 +2,45 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Bernoulli, Normal, kl_divergence
 from torch.func import functional_call
 
 from weightnorm import _kernels as kernels
 from weightnorm import normalized_weights, weight_norm_model
-from weightnorm.lab.bench.cases.draw_step import LayerByLayer
 from weightnorm.lab.models.draw import (
     DRAW,
+    Bound,
     LSTMState,
     PeepholeLSTM,
+    apply_gates,
     kl_from_standard_normal,
     lstm_step,
 )
+
+
+class LayerByLayer(DRAW):
+    """DRAW as one would first write it: every layer is called at every time step."""
+
+    def forward(self, x, noise):
+        assert self.attention
+        canvas, kl = torch.zeros_like(x), x.new_zeros(len(x))
+        encoder = decoder = LSTMState(*x.new_zeros(2, len(x), self.hidden))
+        for u in noise:
+            window = self.reader.window(self.read_window(decoder.h))
+            glimpse = self.reader.read((x, x - canvas.sigmoid()), window)
+            t = self.encoder.input(torch.cat([glimpse, decoder.h], 1))
+            t = t + self.encoder.recurrent(encoder.h)
+            encoder = apply_gates(t, self.encoder.peepholes, encoder.c)
+            mean, log_sigma = self.mean(encoder.h), self.log_sigma(encoder.h)
+            kl = kl + kl_from_standard_normal(mean, log_sigma).sum(1)
+            t = self.decoder.input(mean + log_sigma.exp() * u) + self.decoder.recurrent(decoder.h)
+            decoder = apply_gates(t, self.decoder.peepholes, decoder.c)
+            window = self.writer.window(self.write_window(decoder.h))
+            canvas = canvas + self.writer.write(self.ink(decoder.h), window)
+        return Bound(F.binary_cross_entropy_with_logits(canvas, x, reduction="none").sum(1), kl)
+
 
 SMALL = {"side": 6, "hidden": 5, "latent": 3, "write_size": 3}
 

@@ -1,17 +1,39 @@
-"""Definitions: a benchmark has cases, a case has peers that are measured in alternation."""
+"""Benchmarks: cases, limits, measurement, the record, and comparison of two records.
+
+The implementations of a case are measured in alternation. Those of a round are measured within
+seconds of each other, so their ratio is little affected by changes of the machine's speed. A ratio
+is the geometric interquartile mean of the ratios of all rounds, which is insensitive to outliers in
+up to a quarter of the rounds on either side, with a bootstrap interval.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, TypeVar
 
+import numpy as np
+import scipy.stats  # type: ignore[import-untyped]
 import torch
+from rich.console import Console
 
-from weightnorm.lab.bench.goals import Goal
-from weightnorm.lab.interleaved import Call
+from weightnorm.lab.errors import RecordError
+from weightnorm.lab.files import lock_folder
+from weightnorm.lab.interleaved import Call, OnRound, Samples, interleaved
+from weightnorm.lab.malloc import keep_freed_memory
+from weightnorm.lab.records import read_rows, write_json, write_rows
+from weightnorm.lab.runs.environment import environment, processor
+from weightnorm.lab.runs.progress import ProgressBars
+from weightnorm.lab.statistics import Array, Interval, bootstrap
 
 T = TypeVar("T")
+Record = dict[str, Any]
+Verdict = Literal["met", "within noise", "missed"]
 
 
 @dataclass(frozen=True)
@@ -35,26 +57,93 @@ class Settings:
         """The size to measure, or that of a quick run."""
         return quick if self.quick else full
 
-    @property
-    def shortest(self) -> float:
-        """Seconds for which a short call is repeated."""
-        return self.size(0.02, 0.0)
+
+# Limits
+
+
+class Rounds:
+    """Measurements of implementations; the last axis is that of the rounds."""
+
+    def __init__(self, samples: Mapping[str, Array]) -> None:
+        self.samples = samples
+
+    def ratio(self, peer: str, base: str) -> Array:
+        """Geometric interquartile mean of peer / base."""
+        if peer == base:
+            return np.ones(self.samples[peer].shape[:-1])
+        ratios = np.log(self.samples[peer]) - np.log(self.samples[base])
+        return np.exp(interquartile_mean(ratios))
+
+    def mean(self, peer: str) -> Array:
+        """Interquartile mean of the measurements of an implementation."""
+        return interquartile_mean(self.samples[peer])
+
+
+def interquartile_mean(values: Array) -> Array:
+    """Mean over the last axis without the lowest and the highest quarter.
+
+    >>> float(interquartile_mean(np.array([1.0, 2.0, 3.0, 100.0])))
+    2.5
+    """
+    return np.asarray(scipy.stats.trim_mean(values, 0.25, axis=-1))
 
 
 @dataclass(frozen=True)
-class Work:
-    """Least work of one call: bytes moved, floating-point operations, or calls of another peer."""
+class Limit:
+    """An upper limit for what is measured, fixed before measuring."""
 
-    amount: float
-    limit: str
-    """What bounds it: memory, matrix or convolution (see `Roofline`), or a peer's name."""
-    peer: str
-    """The peer whose share of the limit is computed."""
+    text: str
+    """The limit as a formula in words."""
+    limit: float
+    peers: tuple[str, ...]
+    """Implementations from which the value is computed."""
+    value: Callable[[Rounds], Array]
+    """The value that must not exceed the limit."""
+
+
+def at_most(ours: str, limit: float, theirs: str) -> Limit:
+    """ours ≤ limit × theirs."""
+    text = f"{ours} ≤ {limit:g} × {theirs}"
+    return Limit(text, limit, (ours, theirs), lambda rounds: rounds.ratio(ours, theirs))
+
+
+def extra_at_most(ours: str, limit: float, theirs: str, base: str) -> Limit:
+    """ours − base ≤ limit × (theirs − base)."""
+
+    def value(rounds: Rounds) -> Array:
+        extra, other = (rounds.ratio(x, base) - 1 for x in (ours, theirs))
+        without_cost = np.where(extra > 0, np.inf, 0.0)  # where theirs has no extra cost
+        return np.where(other > 0, extra / np.where(other > 0, other, 1.0), without_cost)
+
+    text = f"extra cost of {ours} ≤ {limit:g} × that of {theirs}"
+    return Limit(text, limit, (ours, theirs, base), value)
+
+
+def added_at_most(ours: str, limit: float, base: str, size: float, what: str) -> Limit:
+    """ours ≤ base + limit × size, for bytes and counts."""
+    text = f"{ours} ≤ {base} + {limit:g} × {what}"
+    return Limit(
+        text, limit, (ours, base), lambda rounds: (rounds.mean(ours) - rounds.mean(base)) / size
+    )
+
+
+def verdict(value: Interval, limit: float) -> Verdict:
+    """Met if the whole interval is at most the limit, missed if none of it is.
+
+    >>> [verdict(Interval(x, x - 0.1, x + 0.1), 1.0) for x in (0.8, 0.95, 1.2)]
+    ['met', 'within noise', 'missed']
+    """
+    if value.high <= limit:
+        return "met"
+    return "within noise" if value.low <= limit else "missed"
+
+
+# Cases
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A line of the summary: which peer is in which column."""
+    """A line of the summary: which implementation is in which column."""
 
     work: str
     ours: str
@@ -62,19 +151,18 @@ class Summary:
     torch_hook: str = ""
     batch_norm: str = ""
     goal: int = 0
-    """Index of the case's goal."""
+    """Index of the case's limit."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Peers that do the same work, or more of it than the base."""
+    """Implementations that do the same work, or more of it than the base."""
 
     name: str
     peers: Mapping[str, Call]
     base: str
-    """The peer to which the others are compared."""
-    goals: tuple[Goal, ...] = ()
-    work: Work | None = None
+    """The implementation to which the others are compared."""
+    limits: tuple[Limit, ...]
     examples: int | None = None
     """Examples that one call processes, where examples per second are of interest."""
     unit: str = "s"
@@ -83,8 +171,8 @@ class Case:
     """Exact number of rounds, for measurements without noise."""
     summary: tuple[Summary, ...] = ()
     at_least_base: tuple[str, ...] = ()
-    """Peers that do at least the base's work. If one measures faster than the base by more than its
-    interval or the precision, that is noise and not a result."""
+    """Implementations that do at least the base's work. If one measures faster than the base by
+    more than its interval or the precision, that is noise and not a result."""
 
 
 @dataclass(frozen=True)
@@ -96,3 +184,276 @@ class Benchmark:
     title: str
     cases: Callable[[Settings], Iterable[Case]]
     """Yields the cases; each is measured before the next is built."""
+
+
+# Measurement
+
+
+def estimate(
+    samples: Mapping[str, Sequence[float]],
+    peers: Iterable[str],
+    statistic: Callable[[Rounds], Array],
+) -> Interval:
+    """A statistic of some implementations and its interval; rounds are resampled whole.
+
+    >>> estimate({"a": [2.0, 4.0], "b": [1.0, 2.0]}, "ab", lambda rounds: rounds.ratio("a", "b"))
+    Interval(value=2.0, low=2.0, high=2.0)
+    """
+    names = [*dict.fromkeys(peers)]
+    return bootstrap(
+        lambda *arrays: statistic(Rounds(dict(zip(names, arrays, strict=True)))),
+        *(samples[name] for name in names),
+    )
+
+
+def ratio_interval(samples: Mapping[str, Sequence[float]], peer: str, base: str) -> Interval:
+    """The ratio of an implementation to the base and its interval."""
+    return estimate(samples, (peer, base), lambda rounds: rounds.ratio(peer, base))
+
+
+def is_precise(samples: Samples, base: str, precision: float) -> bool:
+    """Whether the interval of every ratio to the base is within ± precision, relative to ratios
+    above 1 and absolute for those below."""
+    intervals = (ratio_interval(samples, peer, base) for peer in samples if peer != base)
+    return all(x.half_width <= precision * max(1.0, x.value) for x in intervals)
+
+
+def measure(
+    case: Case, settings: Settings, on_round: OnRound = lambda round, rounds: None
+) -> Record:
+    """Measure the implementations of a case until the ratios are precise or time is up; return the
+    case's part of the record."""
+    samples = interleaved(
+        case.peers,
+        case.rounds or settings.rounds,
+        shortest=settings.size(0.02, 0.0),
+        most=case.rounds or settings.size(settings.most, settings.rounds),
+        seconds=settings.seconds if case.summary else settings.seconds / 10,
+        done=lambda samples: is_precise(samples, case.base, settings.precision),
+        on_round=on_round,
+    )
+    ratios = {peer: ratio_interval(samples, peer, case.base) for peer in samples}
+    noise = {peer: _is_noise(case, peer, ratios[peer], settings.precision) for peer in samples}
+    return {
+        "case": case.name,
+        "base": case.base,
+        "unit": case.unit,
+        "rounds": len(samples[case.base]),
+        "results": {
+            peer: {"median": median(samples[peer]), **ratio._asdict(), "noise": noise[peer]}
+            for peer, ratio in ratios.items()
+        },
+        "goals": [_judge(limit, samples, noise) for limit in case.limits],
+        "samples": samples,
+        "share": None,  # older records have the share of the machine's speed that was reached
+        "examples": case.examples,
+        "summary": [asdict(line) for line in case.summary],
+    }
+
+
+def _is_noise(case: Case, peer: str, ratio: Interval, precision: float) -> bool:
+    """Whether an implementation with at least the base's work measured faster: not a result."""
+    return peer in case.at_least_base and (ratio.high < 1 or ratio.value < 1 - precision)
+
+
+def _judge(limit: Limit, samples: Samples, noise: Mapping[str, bool]) -> Record:
+    """The value of a limit and its verdict; undecided if a ratio can only be noise."""
+    value = estimate(samples, limit.peers, limit.value)
+    any_noise = any(noise[peer] for peer in limit.peers)
+    found: Verdict = "within noise" if any_noise else verdict(value, limit.limit)
+    row = {"goal": limit.text, "limit": limit.limit, **value._asdict()}
+    return {**row, "verdict": found, "met": found == "met"}
+
+
+# The record
+
+
+def run(
+    benchmarks: Sequence[Benchmark],
+    settings: Settings,
+    console: Console,
+    folder: Path,
+    on_benchmark: Callable[[Record], None] = lambda benchmark: None,
+) -> Path:
+    """Measure benchmarks one after the other; write the record after each of them.
+
+    Other benchmarks in a record that the folder has are kept. `on_benchmark` is called with the
+    part of the record that each benchmark adds. Returns the path of the record.
+    """
+    keep_freed_memory()
+    with lock_folder(folder):  # two commands would each keep the other's older benchmarks
+        session = {**environment(settings.device, 1), "cpu": cpu(), "load": load_average()}
+        kept = _kept_benchmarks(folder, [each.name for each in benchmarks], settings, session)
+        progress = ProgressBars(console)
+        try:
+            bar = progress.add("benchmarks", len(benchmarks))
+            for index, benchmark in enumerate(benchmarks):
+                progress.update(bar, index)
+                kept[benchmark.name] = {
+                    "name": benchmark.name,
+                    "title": benchmark.title,
+                    "started": session["started"],
+                    "load": load_average(),
+                    "seconds": settings.seconds,
+                    "cases": _measure_cases(benchmark, settings, progress),
+                }
+                path = _write({**_head(settings, session), "benchmarks": [*kept.values()]}, folder)
+                on_benchmark(kept[benchmark.name])
+        finally:
+            progress.close()
+    return path
+
+
+def _measure_cases(
+    benchmark: Benchmark, settings: Settings, progress: ProgressBars
+) -> list[Record]:
+    cases = []
+    for case in benchmark.cases(settings):
+        progress.print(f"{benchmark.name}: {case.name}")
+        bar = progress.add("rounds", settings.rounds)
+
+        def on_round(done: int, total: int, bar: Any = bar) -> None:
+            progress.update(bar, done, total=total)
+            progress.status(lambda: f"  {done} of {total} rounds")
+
+        cases.append(measure(case, settings, on_round))
+        progress.remove(bar)
+    return cases
+
+
+def _kept_benchmarks(
+    folder: Path, names: Sequence[str], settings: Settings, session: Record
+) -> dict[str, Record]:
+    """Return the benchmarks of the folder's record, if they can be in one table with these."""
+    path = folder / "result.json"
+    if not path.exists():
+        return {}
+    old = load(path)
+    found = {benchmark["name"]: benchmark for benchmark in old["benchmarks"]}
+    differences = differing_conditions(old["environment"], session)
+    if old["settings"]["quick"] != settings.quick:
+        differences.append("sizes")
+    if not differences:
+        return found
+    if found.keys() <= {*names}:
+        return {}
+    raise RecordError(
+        f"{path} was measured under other conditions: {', '.join(differences)}; "
+        "run all of its benchmarks, or pass another folder with --out"
+    )
+
+
+def _head(settings: Settings, session: Record) -> Record:
+    fields = ("quick", "rounds", "seconds", "precision")
+    return {"environment": session, "settings": {name: getattr(settings, name) for name in fields}}
+
+
+def _write(record: Record, folder: Path) -> Path:
+    """Write a record as that of a run, so that the report finds it; result.json has all of it."""
+    preset = "quick" if record["settings"]["quick"] else "full"
+    names = [benchmark["name"] for benchmark in record["benchmarks"]]
+    config = {"rounds": record["settings"]["rounds"], "benchmarks": names}
+    write_json(folder / "config.json", {"experiment": "bench", "preset": preset, "config": config})
+    sessions = folder / "sessions.jsonl"
+    used = {benchmark.get("started") for benchmark in record["benchmarks"]}
+    used.discard(record["environment"].get("started"))
+    rows = [row for row in read_rows(sessions) if row.get("started") in used]
+    write_rows(sessions, [*rows, record["environment"]])
+    write_json(folder / "result.json", record)
+    return folder / "result.json"
+
+
+def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Record:
+    """The CPU: model, cores, vector instruction sets if the system lists them, torch's choice."""
+    try:
+        flags = re.search(r"^(flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+    except OSError:
+        flags = None
+    vector = re.compile(r"(avx|amx|sse4|fma|f16c|neon|asimd|sve|bf16)")
+    return {
+        "model": processor(),
+        "cores": os.cpu_count(),
+        "instruction_sets": sorted(filter(vector.match, flags[2].split())) if flags else [],
+        "torch_uses": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def load_average() -> float | None:
+    """Processes that wanted to run in the last minute, on average; None where it is not known."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+# Comparison
+
+
+@dataclass(frozen=True)
+class Change:
+    """The value of a limit in two records."""
+
+    benchmark: str
+    case: str
+    goal: str
+    old: Interval
+    new: Interval
+
+    @property
+    def slower(self) -> bool:
+        """The intervals do not overlap and the new one is higher."""
+        return self.new.low > self.old.high
+
+    @property
+    def faster(self) -> bool:
+        """The intervals do not overlap and the new one is lower."""
+        return self.new.high < self.old.low
+
+
+def load(path: Path) -> Record:
+    """Read a record; RecordError if the file is not one."""
+    try:
+        record = json.loads(path.read_bytes())
+        record["settings"]["quick"], record["environment"]["machine"], [*_values(record)]
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise RecordError(f"{path} is not a record of weightnorm bench (its result.json)") from None
+    return record  # type: ignore[no-any-return]
+
+
+def compare(old: Record, new: Record) -> list[Change]:
+    """Compare the values that both records have. Sizes must be equal; machines may differ, because
+    the values are ratios within one run (see `differing_conditions`)."""
+    if old["settings"]["quick"] != new["settings"]["quick"]:
+        raise RecordError("one of the records is --quick and the other is not: sizes differ")
+    before = {_key(*place): value for place, value in _values(old)}
+    found = [
+        Change(*place, before[_key(*place)], value)
+        for place, value in _values(new)
+        if _key(*place) in before
+    ]
+    if not found:
+        raise RecordError("the records have no goal in common")
+    return found
+
+
+def differing_conditions(old: Record, new: Record) -> list[str]:
+    """List what differs between two environments, of what may change ratios."""
+    return [
+        f"{field} ({old.get(field)}, now {new.get(field)})"
+        for field in ("machine", "device", "threads", "torch")
+        if old.get(field) != new.get(field)
+    ]
+
+
+def _key(benchmark: str, case: str, goal: str) -> tuple[str, str, str]:
+    """What is compared does not depend on the limit."""
+    return benchmark, case, re.sub(r"≤ [\d.e-]+ ×", "≤", goal)
+
+
+def _values(record: Record) -> Iterator[tuple[tuple[str, str, str], Interval]]:
+    for benchmark in record["benchmarks"]:
+        for case in benchmark["cases"]:
+            for goal in case["goals"]:
+                # JSON has null for a number that is not finite: no bound.
+                bounds = {"value": np.nan, "low": -np.inf, "high": np.inf}
+                numbers = (x if goal[k] is None else goal[k] for k, x in bounds.items())
+                yield (benchmark["name"], case["case"], goal["goal"]), Interval(*numbers)

@@ -1,35 +1,43 @@
-"""Peers of most benchmarks: plain layers, this library, and torch's two weight norms."""
+"""Implementations that are compared: plain layers, this library, torch's weight norms."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as torch_weight_norm
 
-from weightnorm import weight_norm_model
+from weightnorm import normalized_weights, weight_norm_model
 from weightnorm.lab.interleaved import Call
-from weightnorm.layers import layer_weights
 
 PLAIN, OURS = "plain", "weight norm"
 PARAMETRIZATION, HOOK = "torch parametrization", "torch hook"
 
 
+def chosen_weights(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return (layer, name) of every weight that `weight_norm_model` would normalize."""
+    normalized = deepcopy(model)
+    weight_norm_model(normalized)
+    paths = (path.rpartition(".")[::2] for path in normalized_weights(normalized))
+    return [(model.get_submodule(layer), name) for layer, name in paths]
+
+
 def apply_torch_parametrization(model: nn.Module) -> None:
     """Apply torch's parametrization to every weight that ours would normalize."""
-    for _, module, name in [*layer_weights(model)]:
-        parametrizations.weight_norm(module, name)
+    for layer, name in chosen_weights(model):
+        parametrizations.weight_norm(layer, name)
 
 
 def apply_torch_hook(model: nn.Module) -> None:
     """Apply torch's deprecated hook to every weight that ours would normalize."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        for _, module, name in [*layer_weights(model)]:
-            torch_weight_norm(module, name)
+        for layer, name in chosen_weights(model):
+            torch_weight_norm(layer, name)
 
 
 NORMALIZATIONS: dict[str, Callable[[nn.Module], object]] = {
@@ -41,7 +49,7 @@ NORMALIZATIONS: dict[str, Callable[[nn.Module], object]] = {
 
 
 def peer_models(make: Callable[[], nn.Module], device: torch.device) -> dict[str, nn.Module]:
-    """The same network, from the same random state, with every peer's normalization."""
+    """The same network, from the same random state, with every normalization."""
     return {name: build(make, normalize, device) for name, normalize in NORMALIZATIONS.items()}
 
 

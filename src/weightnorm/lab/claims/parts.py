@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
-from weightnorm.lab.malloc import keep_freed_memory
-from weightnorm.lab.pool import Pool, one_thread
+from weightnorm.lab.pool import worker_processes
 from weightnorm.lab.records import append_row, read_rows
 
 Part = tuple[str | int | float, ...]
@@ -32,7 +32,6 @@ class PartRunner:
         rows = read_rows(file) if file is not None else []
         whole = (row for row in rows if row.keys() >= {"part", "found"})
         self.results: dict[str, Any] = {row["part"]: row["found"] for row in whole}
-        self._pool: Pool | None = None
 
     def progress(self, done: int, total: int) -> None:
         """Report how many parts are done."""
@@ -59,18 +58,12 @@ class PartRunner:
     ) -> Iterator[tuple[int, Any]]:
         if self.workers == 1 or len(parts) < 2:
             return ((index, function(context, *part)) for index, part in enumerate(parts))
-        if self._pool is None:
-            self._pool = Pool(self.workers, one_thread, _worker_context, context.detached())
-        return self._pool.map(function, parts)
+        return self._in_workers(context.detached(), function, parts)
 
-    def close(self) -> None:
-        """Terminate the workers, at once."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-
-def _worker_context(context: Any) -> Any:
-    """A worker's own copy of the context, which loads its data once."""
-    keep_freed_memory()
-    return context
+    def _in_workers(
+        self, context: Any, function: Callable[..., Any], parts: list[Part]
+    ) -> Iterator[tuple[int, Any]]:
+        with worker_processes(self.workers) as pool:
+            indices = {pool.submit(function, context, *part): i for i, part in enumerate(parts)}
+            for future in as_completed(indices):
+                yield indices[future], future.result()

@@ -132,7 +132,6 @@ def _measure_one(
     try:
         return claim.row(claim.measure(replace(context, parts=parts)))
     finally:
-        parts.close()
         progress.remove(bar)
 
 

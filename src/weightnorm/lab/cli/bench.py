@@ -50,21 +50,18 @@ class BenchOptions:
 
 def main(words: list[str]) -> int:
     options = parse(BenchOptions, words, "bench")
-    from weightnorm.lab.bench import runner
-    from weightnorm.lab.bench.compare import load
+    from weightnorm.lab.bench.benchmark import load, run
     from weightnorm.lab.bench.registry import BENCHMARKS
-    from weightnorm.lab.malloc import keep_freed_memory
     from weightnorm.lab.reports.bench import about
 
     if options.list:
         _list({name: benchmark.title for name, benchmark in BENCHMARKS.items()})
         return 0
-    keep_freed_memory()  # as runs do
     names = options.benchmarks or BENCHMARKS
     benchmarks = [BENCHMARKS[nearest(name, BENCHMARKS, "benchmark")] for name in names]
     settings = _settings(options)
     old = load(options.compare) if options.compare else None
-    path = runner.run(benchmarks, settings, ERR, options.out, _print_benchmark)
+    path = run(benchmarks, settings, ERR, options.out, _print_benchmark)
     record = load(path)
     print_line(OUT, f"\n{about(record)}\nrecord: {path}")
     return _compare(old, record) if old else 0
@@ -111,15 +108,16 @@ def _print_benchmark(benchmark: dict[str, Any]) -> None:
 
 
 def _compare(old: dict[str, Any], new: dict[str, Any]) -> int:
-    from weightnorm.lab.bench.compare import compare
+    from weightnorm.lab.bench.benchmark import compare, differing_conditions
 
-    found = compare(old, new)
-    if found.caution:
-        print_line(OUT, f"the records are of different conditions: {found.caution}")
-    for change in (*found.slower, *found.faster):
+    changes = compare(old, new)
+    if differing := differing_conditions(old["environment"], new["environment"]):
+        print_line(OUT, f"the records are of different conditions: other {', '.join(differing)}")
+    slower = [change for change in changes if change.slower]
+    for change in (*slower, *(change for change in changes if change.faster)):
         word = "slower" if change.slower else "faster"
         was, now = (f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]" for x in (change.old, change.new))
         place = f"{change.benchmark}, {change.case}"
         print_line(OUT, f"{word}: {place}: {change.goal}: was {was}, is {now}")
-    print_line(OUT, f"{len(found.changes)} goals compared, {len(found.slower)} slower")
-    return SLOWER if found.slower else 0
+    print_line(OUT, f"{len(changes)} goals compared, {len(slower)} slower")
+    return SLOWER if slower else 0

@@ -59,14 +59,18 @@ def part(record: RunRecord) -> Section:
 
 
 def about(found: Row) -> str:
-    """Describe the machine and its measured limits in two sentences."""
-    where, limits = found["environment"], found["limits"]
-    return (
-        f"{where['machine']}{instructions(where)}, {where['device']}, {where['threads']} threads, "
-        f"torch {where['torch']}, at least {found['settings']['rounds']} rounds. Copies: "
-        f"{limits['memory'] / 1e9:.3g} GB/s (read and written); matrix products: "
+    """Describe the machine; older records have its measured limits."""
+    where, limits = found["environment"], found.get("limits")
+    speeds = (
+        f" Copies: {limits['memory'] / 1e9:.3g} GB/s (read and written); matrix products: "
         f"{limits['matrix'] / 1e9:.3g} GFLOP/s; convolutions: "
         f"{limits['convolution'] / 1e9:.3g} GFLOP/s."
+        if limits
+        else ""
+    )
+    return (
+        f"{where['machine']}{instructions(where)}, {where['device']}, {where['threads']} threads, "
+        f"torch {where['torch']}, at least {found['settings']['rounds']} rounds.{speeds}"
     )
 
 

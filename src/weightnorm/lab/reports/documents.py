@@ -183,7 +183,7 @@ def _bench_files(root: Path) -> dict[str, str]:
     found = {}
     for path in sorted(results.rglob("*.json")):
         content: Any = json.loads(path.read_text())
-        if isinstance(content, dict) and {"limits", "benchmarks", "environment"} <= set(content):
+        if isinstance(content, dict) and {"benchmarks", "environment"} <= set(content):
             name = str(path.relative_to(results))
             found[name] = bench_details(content)
             for one in content["benchmarks"]:

@@ -9,8 +9,11 @@ leaves only the agents to be compared. Each runs in a process of its own.
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -27,17 +30,16 @@ from torch.nn.utils import parametrizations
 from weightnorm import Parameterization
 from weightnorm.lab import dqn
 from weightnorm.lab.atari import Atari, Game
-from weightnorm.lab.bench.benchmark import Benchmark, Case, Settings, Summary
-from weightnorm.lab.bench.goals import AtMost
-from weightnorm.lab.bench.machine import instruction_sets
+from weightnorm.lab.bench.benchmark import Benchmark, Case, Settings, Summary, at_most, cpu
 from weightnorm.lab.bench.peers import OURS, PARAMETRIZATION
-from weightnorm.lab.bench.processes import Step, in_processes
 from weightnorm.lab.dqn import Agent, Config, InitialBaseline, Player, train_step
-from weightnorm.lab.malloc import keep_freed_memory
+from weightnorm.lab.interleaved import Call
+from weightnorm.lab.pool import call_state, worker_processes
 from weightnorm.lab.replay_buffer import ReplayBuffer
 
 STANDARD, BFLOAT16 = "standard", "standard, bfloat16"
 TORCH = PARAMETRIZATION
+Step = Callable[[], None]
 PEER = "Stable-Baselines3"
 PEER_ON_OURS = "Stable-Baselines3 in our environment"
 NEEDED = {PEER_ON_OURS: ("stable_baselines3",), PEER: ("stable_baselines3", "cv2")}
@@ -63,10 +65,28 @@ class TorchAgent(Agent):
         self.target.load_state_dict(self.model.state_dict())
 
 
-def learner(config: Config, kind: type[Agent], steps: int, threads: int) -> Step:
+@contextmanager
+def in_processes(makers: Mapping[str, Callable[[], Step]]) -> Iterator[dict[str, Call]]:
+    """Make each step in a process of its own, so that memory allocation of one does not affect the
+    others; yield functions that run them."""
+    with ExitStack() as stack:
+        pools = {
+            name: stack.enter_context(
+                worker_processes(1, make, threads=torch.get_num_threads(), keep_memory=name != PEER)
+            )
+            for name, make in makers.items()
+        }
+        for ready in [pool.submit(os.getpid) for pool in pools.values()]:
+            ready.result()
+        yield {name: partial(_call, pool) for name, pool in pools.items()}
+
+
+def _call(pool: ProcessPoolExecutor) -> None:
+    pool.submit(call_state).result()
+
+
+def learner(config: Config, kind: type[Agent], steps: int) -> Step:
     """An agent past its first replay_start steps; a call trains for `steps` steps."""
-    torch.set_num_threads(threads)
-    keep_freed_memory()
     player, baseline = Player(Atari(config.game)), InitialBaseline()
     agent = kind(config, player.game, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:  # the file is deleted, its memory map remains
@@ -81,12 +101,10 @@ def learner(config: Config, kind: type[Agent], steps: int, threads: int) -> Step
     return lambda: play(steps)
 
 
-def peer(config: Config, ours: bool, steps: int, threads: int) -> Step:
+def peer(config: Config, ours: bool, steps: int) -> Step:
     """Stable-Baselines3 with the same network, optimizer, batch and number of updates."""
-    torch.set_num_threads(threads)
     vectors = import_module("stable_baselines3.common.vec_env")
     if ours:
-        keep_freed_memory()
         environment = vectors.DummyVecEnv([lambda: gym_of(config.game)])
     else:
         import_module("ale_py")  # registers the games with Gymnasium
@@ -149,29 +167,28 @@ def cases(settings: Settings) -> Iterator[Case]:
         epsilon_steps=1,
     )
     standard = replace(config, parameterization=Parameterization.STANDARD)
-    call = {"steps": steps, "threads": torch.get_num_threads()}
     makers = {
-        STANDARD: partial(learner, standard, Agent, **call),
-        BFLOAT16: partial(learner, replace(standard, precision="bfloat16"), Agent, **call),
-        OURS: partial(learner, config, Agent, **call),
-        TORCH: partial(learner, config, TorchAgent, **call),
-        PEER_ON_OURS: partial(peer, config, True, **call),
-        PEER: partial(peer, config, False, **call),
+        STANDARD: partial(learner, standard, Agent, steps),
+        BFLOAT16: partial(learner, replace(standard, precision="bfloat16"), Agent, steps),
+        OURS: partial(learner, config, Agent, steps),
+        TORCH: partial(learner, config, TorchAgent, steps),
+        PEER_ON_OURS: partial(peer, config, True, steps),
+        PEER: partial(peer, config, False, steps),
     }
     missing = [name for name, needed in NEEDED.items() if not all(map(find_spec, needed))]
-    limits = {PEER_ON_OURS: 1.0, PEER: 1 / 1.5}
-    goals = [AtMost(STANDARD, limits[name], name) for name in NEEDED if name not in missing]
-    if "avx512_bf16" not in instruction_sets():
+    limits = {PEER_ON_OURS: 1.0, PEER: 0.667}
+    goals = [at_most(STANDARD, limits[name], name) for name in NEEDED if name not in missing]
+    if "avx512_bf16" not in cpu()["instruction_sets"]:
         missing.append(BFLOAT16)  # emulated, many times slower
     elif PEER not in missing:
-        goals.append(AtMost(BFLOAT16, limits[PEER], PEER))
+        goals.append(at_most(BFLOAT16, limits[PEER], PEER))
     without = f" (not available: {'; '.join(missing)})" if missing else ""
     with in_processes({name: makers[name] for name in makers if name not in missing}) as calls:
         yield Case(
             f"an update on 64 transitions every 4 steps{without}",
             calls,
             base=STANDARD,
-            goals=(AtMost(OURS, 1.02, STANDARD), *goals),
+            limits=(at_most(OURS, 1.02, STANDARD), *goals),
             examples=steps,
             summary=(Summary("DQN", OURS, TORCH),),
             at_least_base=(OURS, TORCH),

@@ -1,0 +1,288 @@
+"""Small and single layers: vocoder, recurrent, w = g·v/‖v‖ alone, mean-only batch norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import cached
+
+from weightnorm import folded, mean_only_batch_norm
+from weightnorm._kernels import compose, formula
+from weightnorm._torch_private import torch_weight_norm
+from weightnorm._units import Units
+from weightnorm.lab.bench.benchmark import (
+    Benchmark,
+    Case,
+    Limit,
+    Settings,
+    Summary,
+    at_most,
+    extra_at_most,
+)
+from weightnorm.lab.bench.peers import (
+    HOOK,
+    NORMALIZATIONS,
+    OURS,
+    PARAMETRIZATION,
+    PLAIN,
+    build,
+    peer_models,
+    training_step,
+)
+from weightnorm.lab.interleaved import Call
+
+# Many small one-dimensional convolutions, as in vocoders
+
+LAYERS, CHANNELS, LENGTH = 60, 32, 512
+DILATIONS = (1, 3, 5)
+FOLDED = "weight norm, folded"
+
+
+class Residuals(nn.Module):
+    """A stack of x + conv(φ(x)) with alternating dilations."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            nn.Conv1d(CHANNELS, CHANNELS, 3, padding="same", dilation=DILATIONS[i % 3])
+            for i in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = x + conv(nn.functional.leaky_relu(x, 0.1))
+        return x
+
+
+def signal(settings: Settings) -> Tensor:
+    return torch.randn(4, CHANNELS, settings.size(LENGTH, 16), device=settings.device)
+
+
+def vocoder_cases(settings: Settings) -> Iterator[Case]:
+    layers, x = settings.size(LAYERS, 2), signal(settings)
+    models = peer_models(lambda: Residuals(layers), settings.device)
+
+    def train(model: nn.Module) -> Call:
+        return training_step(model, lambda: model(x).square().mean())
+
+    yield Case(
+        "training step",
+        {name: train(model) for name, model in models.items()},
+        base=PLAIN,
+        limits=(at_most(OURS, 1.0, PARAMETRIZATION),),
+        summary=(Summary("60 conv1d layers", OURS, PARAMETRIZATION, HOOK),),
+        at_least_base=(OURS, PARAMETRIZATION, HOOK),
+    )
+
+    def infer(model: nn.Module) -> Call:
+        def run() -> None:
+            with torch.no_grad():
+                model(x)
+
+        return run
+
+    with folded(models[OURS]):
+        names = {OURS: FOLDED}
+        yield Case(
+            "inference",
+            {names.get(name, name): infer(model) for name, model in models.items()},
+            base=PLAIN,
+            limits=(at_most(FOLDED, 1.0, PLAIN),),
+            summary=(Summary("60 conv1d layers, folded inference", FOLDED, PARAMETRIZATION, HOOK),),
+            at_least_base=(FOLDED, PARAMETRIZATION, HOOK),
+        )
+
+
+# Recurrent layers, which use one weight at every step of a sequence
+
+
+def recurrent_cases(settings: Settings) -> Iterator[Case]:
+    steps, hidden = settings.size(64, 3), settings.size(256, 8)
+    x = torch.randn(steps, 32, hidden, device=settings.device)
+    limits = (at_most(OURS, 1.02, PLAIN),)
+
+    def layer(model: nn.Module) -> Call:
+        return training_step(model, lambda: model(x)[0].square().mean())
+
+    models = peer_models(lambda: nn.LSTM(hidden, hidden), settings.device)
+    yield Case(
+        "LSTM",
+        {name: layer(model) for name, model in models.items()},
+        PLAIN,
+        limits,
+        summary=(Summary("LSTM", OURS, PARAMETRIZATION, HOOK),),
+        at_least_base=(OURS, PARAMETRIZATION, HOOK),
+    )
+
+    def unrolled(cell: nn.Module) -> Tensor:
+        state = None
+        for each in x:
+            state = cell(each, state)
+        assert state is not None
+        return state[0].square().mean()  # type: ignore[no-any-return]
+
+    def cell(model: nn.Module) -> Call:
+        return training_step(model, lambda: unrolled(model))
+
+    def cell_cached(model: nn.Module) -> Call:
+        def loss() -> Tensor:
+            with cached():  # one weight computation per sequence
+                return unrolled(model)
+
+        return training_step(model, loss)
+
+    def make() -> nn.Module:
+        return nn.LSTMCell(hidden, hidden)
+
+    models = peer_models(make, settings.device)
+    peers = {name: (cell_cached if name == OURS else cell)(m) for name, m in models.items()}
+    torchs = build(make, NORMALIZATIONS[PARAMETRIZATION], settings.device)
+    peers[f"{PARAMETRIZATION}, cached"] = cell_cached(torchs)
+    yield Case(
+        "LSTMCell unrolled, in parametrize.cached()",
+        peers,
+        PLAIN,
+        limits,
+        summary=(Summary("LSTMCell, cached", OURS, f"{PARAMETRIZATION}, cached"),),
+        at_least_base=(OURS, PARAMETRIZATION, HOOK),
+    )
+
+
+# w = g·v/‖v‖ alone, forward and backward
+
+SHAPES = ((64, 32, 3, 3), (192, 192, 3, 3), (512, 512, 7), (4096, 1024))
+OPERATION, TORCH, FORMULA, COPY = "ours", "torch", "formula by autograd", "copy of the weight"
+LARGE = 192 * 192 * 3 * 3
+
+
+def operation_cases(settings: Settings) -> Iterator[Case]:
+    for full in SHAPES:
+        shape = torch.Size(min(size, settings.size(size, 4)) for size in full)
+        for dim in sorted({0, 1, len(shape) - 1}):
+            yield operation_case(shape, dim, settings)
+
+
+def operation_case(shape: torch.Size, dim: int, settings: Settings) -> Case:
+    fused = dim in (0, len(shape) - 1)  # else torch composes the formula from smaller operations
+    v = torch.randn(shape, device=settings.device, requires_grad=True)
+    g = torch.rand(Units(dim).shape(shape), device=settings.device, requires_grad=True)
+    grad, target = torch.randn_like(v), torch.empty_like(v)
+
+    def both(w: Tensor) -> None:
+        torch.autograd.grad(w, (v, g), grad)
+
+    def copy() -> None:
+        with torch.no_grad():
+            target.copy_(v)
+
+    peers: dict[str, Call] = {
+        TORCH: lambda: both(torch_weight_norm(v, g, dim)),
+        OPERATION: lambda: both(compose(v, g, Units(dim))),
+        FORMULA: lambda: both(formula(v, g, Units(dim))),
+        COPY: copy,
+    }
+    name = f"{'×'.join(map(str, shape))}, dim {dim}, torch {'fused' if fused else 'composes'}"
+    limit = 1.0 if fused else 0.5
+    if dim == 0:  # torch's fastest kernel; call overhead matters for small weights
+        limit = 1.15 if v.numel() < LARGE else 1.03
+    return Case(name, peers, TORCH, (at_most(OPERATION, limit, TORCH),))
+
+
+# Mean-only batch norm after a convolution, forward and backward
+
+ALONE, BATCH_NORM, BY_HAND = "convolution alone", "batch norm", "t − t.mean() + b"
+MEAN_ONLY = "mean-only"
+LAYOUTS = {"NCHW": torch.contiguous_format, "channels-last": torch.channels_last}
+SIZES = ((96, 32, 3), (96, 32, 1), (96, 100, 3), (24, 100, 3))
+"""Channels, images, kernel. Relative to a cheap convolution the extra cost is measured better."""
+FIRST_LAYERS = (96, 100, 3)
+"""Of the paper's network; the sizes that are in the summary."""
+
+
+class CenteredByHand(nn.Module):
+    """Eq. 7 in plain operations."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(features, 1, 1))
+        self.register_buffer("running_mean", torch.zeros(features, 1, 1))
+
+    def forward(self, t: Tensor) -> Tensor:
+        mean = t.mean((0, 2, 3), keepdim=True)
+        self.running_mean.lerp_(mean.detach()[0], 0.1)  # type: ignore[operator]
+        return t - mean + self.bias
+
+
+def mean_only_case_name(layout: str, size: tuple[int, int, int]) -> str:
+    return f"{size[0]} channels, {size[1]} images, {size[2]}×{size[2]}, {layout}"
+
+
+def mean_only_cases(settings: Settings) -> Iterator[Case]:
+    for (layout, memory_format), size in product(LAYOUTS.items(), SIZES):
+        channels, batch = (settings.size(full, min(full, 4)) for full in size[:2])
+        x = torch.randn(batch, channels, 32, 32, device=settings.device)
+        x = x.contiguous(memory_format=memory_format).requires_grad_()
+        grad = torch.randn_like(x)
+
+        def passes(layer: nn.Module, x: Tensor = x, grad: Tensor = grad) -> Call:
+            leaves = [x, *layer.parameters()]
+
+            def run() -> None:
+                torch.autograd.grad(layer(x), leaves, grad)
+
+            return run
+
+        layers = {
+            name: build(lambda layer=layer: layer, lambda _: None, settings.device).to(  # type: ignore[call-overload, misc]
+                memory_format=memory_format
+            )
+            for name, layer in convolutions(channels, size[2]).items()
+        }
+        name = f"mean-only BN, {layout}"
+        yield Case(
+            mean_only_case_name(layout, size),
+            {name: passes(layer) for name, layer in layers.items()},
+            base=ALONE,
+            limits=mean_only_limits(layout, size),
+            summary=(Summary(name, MEAN_ONLY, batch_norm=BATCH_NORM),)
+            if size == FIRST_LAYERS
+            else (),
+            at_least_base=(MEAN_ONLY, BY_HAND, BATCH_NORM),
+        )
+
+
+def convolutions(channels: int, kernel: int) -> dict[str, nn.Module]:
+    """The convolution alone and with each normalization."""
+
+    def conv(bias: bool = False) -> nn.Module:
+        return nn.Conv2d(channels, channels, kernel, padding="same", bias=bias)
+
+    return {
+        ALONE: conv(bias=True),
+        MEAN_ONLY: mean_only_batch_norm(conv(bias=True)),
+        BY_HAND: nn.Sequential(conv(), CenteredByHand(channels)),
+        BATCH_NORM: nn.Sequential(conv(), nn.BatchNorm2d(channels)),
+    }
+
+
+def mean_only_limits(layout: str, size: tuple[int, int, int]) -> tuple[Limit, ...]:
+    """Extra cost at most 0.4 of batch norm's in NCHW and 0.6 in channels-last, where it applies;
+    never above batch norm by more than 2 %."""
+    channels, images, _ = size
+    bound = at_most(MEAN_ONLY, 1.02, BATCH_NORM)
+    if layout == "NCHW":
+        return extra_at_most(MEAN_ONLY, 0.4, BATCH_NORM, ALONE), bound
+    if channels == 24 or images == 100:
+        return extra_at_most(MEAN_ONLY, 0.6, BATCH_NORM, ALONE), bound
+    return (bound,)
+
+
+SMALL_LAYERS = Benchmark("vocoder", "60 small conv1d layers", vocoder_cases)
+RECURRENT = Benchmark("recurrent", "Training step on 64 steps of 256 units", recurrent_cases)
+OPERATIONS = Benchmark("op", "w = g·v/‖v‖, forward and backward", operation_cases)
+MEAN_ONLY_LAYERS = Benchmark(
+    "mean-only", "Mean-only batch norm after a convolution", mean_only_cases
+)

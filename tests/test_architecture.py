@@ -19,8 +19,8 @@ LAYERS = [
     "_in_place", "_unit_passes", "optimizer_state", "optimizer", "diagnostics",
     "lab.errors", "lab.files", "lab.malloc", "lab.data", "lab.models", "lab.records", "lab.config",
     "lab.runs", "lab.run", "lab.atari", "lab.replay_buffer", "lab.classify", "lab.vae", "lab.draw",
-    "lab.dqn", "lab.language", "lab.sweeps", "lab.statistics", "lab.interleaved", "lab.pool", "lab.claims",
-    "lab.bench", "lab.reports", "lab.cli",
+    "lab.dqn", "lab.language", "lab.sweeps", "lab.statistics", "lab.interleaved", "lab.pool",
+    "lab.claims", "lab.bench", "lab.reports", "lab.cli",
 ]  # fmt: skip
 OUTSIDE = {"library": {"torch"}, "files": {"torch", "safetensors"}, "lab": {
     "ale_py", "gymnasium", "jinja2", "matplotlib", "numpy", "pandas", "PIL", "pooch", "ray", "rich",

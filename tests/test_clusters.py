@@ -323,8 +323,8 @@ def test_sharded_weights_and_probes_equal_unsharded_ones(request, world):
         ("weight_norm_model", "normalize first, then fully_shard; or .* WeightNormOptimizer"),
         ("remove", "FSDPSequential is sharded over ranks: .* gather them with get_model_state"),
         ("fold", "FSDPParametrizedLinear is sharded over ranks: .* convert_state_dict"),
-        ("initialize", "is sharded over ranks: initialize it on data first, then fully_shard"),
-        ("initialize plain", "initialize it on data first, then fully_shard"),
+        ("initialize", "is sharded over ranks: call data_dependent_init first, then fully_shard"),
+        ("initialize plain", "call data_dependent_init first, then fully_shard"),
         (
             "shard inner layer",
             "call fully_shard on the module around this layer, not on the layer alone",

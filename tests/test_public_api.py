@@ -39,7 +39,7 @@ PUBLIC = {
     "parameterize": "(layer, how, *, group=None)",
     "parts": "(module, name='weight')",
     "remove_weight_norm": "(module, name=None, *, include_torch=True)",
-    "robust_init": "(model, *, gain=None, residual=(), generator=None)",
+    "robust_init": "(model, *, gain, residual=(), generator=None)",
     "unnormalized_weights": "(model)",
     "update_running_means": "(loader, model, device=None)",
     "weight_norm": (

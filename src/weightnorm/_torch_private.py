@@ -56,8 +56,6 @@ try:
     BatchNormBase = nn.modules.batchnorm._BatchNorm
     ConvBase = nn.modules.conv._ConvNd
     ConvTransposeBase = nn.modules.conv._ConvTransposeNd
-    DropoutBase = nn.modules.dropout._DropoutNd
-    MaxPoolBase = nn.modules.pooling._MaxPoolNd
     # The module of torch.nn.utils.parametrizations.weight_norm.
     TorchWeightNorm = parametrizations._WeightNorm
 

@@ -96,11 +96,7 @@ def data_dependent_init(
             f"data_dependent_init expects the arguments of the model; got {got}: pass one batch, "
             "such as the images of next(iter(loader))"
         )
-    refuse_sharded(model, "initialize it on data first, then fully_shard")
-    for module in model.modules():
-        refuse_folded(module, "initialize the weights")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: give it memory and values first")
+    check_writable(model, "data_dependent_init")
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise ValueError("the model is in nn.DataParallel; initialize the one inside, model.module")
     if group is None:
@@ -180,7 +176,7 @@ class _Initializer:
 
     def __init__(self, model: nn.Module, target_std: TargetStd, group: Group) -> None:
         self.names = {module: name for name, module in target_layers(model)}
-        self.targets = _target_stds(list(self.names.values()), target_std)
+        self.targets = layers.per_layer(list(self.names.values()), target_std, "target_std")
         self.owners = layers.parameter_owners(model)
         self.group = group
         self.rows: dict[nn.Module, LayerInit] = {}
@@ -248,7 +244,7 @@ class _Initializer:
             return "its weight is computed by another parametrization or hook"
         if layer.bias is not None and layer._parameters.get("bias") is None:
             return "its bias is computed by another parametrization or hook"
-        if _is_frozen(layer):
+        if is_frozen(layer):
             return "it is frozen: its g, weight or bias requires no gradient"
         return self._shared_with(layer)
 
@@ -267,7 +263,7 @@ class _Initializer:
         return ""
 
 
-def _is_frozen(layer: Any) -> bool:
+def is_frozen(layer: Any) -> bool:
     """Return whether a parameter that would be set, g or w and b, requires no gradient."""
     normalized = is_weight_normed(layer, "weight")
     scale = normalized_weight(layer, "weight").stored.g if normalized else layer.weight
@@ -535,6 +531,15 @@ _NARROW = 1e-2
 """Units with σ below this fraction of |μ| are measured by the precise form."""
 
 
+def check_writable(model: nn.Module, function: str) -> None:
+    """Check that the weights of a model can be initialized."""
+    refuse_sharded(model, f"call {function} first, then fully_shard")
+    for module in model.modules():
+        refuse_folded(module, "initialize the weights")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is on the meta device: give it memory and values first")
+
+
 def target_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers whose output is a pre-activation; mean-only batch norm around a layer
     counts as that layer."""
@@ -544,17 +549,6 @@ def target_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             module not in wrapped
         ):
             yield name, module
-
-
-def _target_stds(names: list[str], target_std: TargetStd) -> dict[str, float]:
-    """Return the target std of each layer by name."""
-    wanted = target_std if isinstance(target_std, Mapping) else {"*": target_std}
-    targets = dict.fromkeys(names, 1.0)
-    for pattern, std in wanted.items():
-        if not (isinstance(std, (int, float)) and 0 < std < float("inf")):
-            raise ValueError(f"target_std must be a positive number; got {std!r} for {pattern!r}")
-        targets.update(dict.fromkeys(layers.matching(names, pattern, "target_std"), float(std)))
-    return targets
 
 
 def layer_of(module: nn.Module) -> Any:

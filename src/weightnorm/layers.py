@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -251,6 +252,23 @@ def matching(names: list[str], pattern: str, argument: str) -> list[str]:
     if not found and pattern != "*":
         raise ValueError(f"{argument}: no layer matches {pattern!r}; there are {names}")
     return found
+
+
+def per_layer(
+    names: list[str], values: float | Mapping[str, float], argument: str
+) -> dict[str, float]:
+    """Return a positive number for each layer: one for all, or by name or pattern, with 1 for the
+    others.
+
+    >>> per_layer(["conv", "head"], {"h*": 0.1}, "target_std")
+    {'conv': 1.0, 'head': 0.1}
+    """
+    numbers = dict.fromkeys(names, 1.0)
+    for pattern, value in (values if isinstance(values, Mapping) else {"*": values}).items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{argument} must be a positive number; got {value!r} for {pattern!r}")
+        numbers.update(dict.fromkeys(matching(names, pattern, argument), float(value)))
+    return numbers
 
 
 def own_parameters(module: nn.Module) -> list[Tensor]:

@@ -28,7 +28,7 @@ WORLD = 2
 def gradient_of_a_penalty(rank, group):
     """d/dx of |d/dx (Σ over ranks of x³)²|², which the backward pass must sum over ranks twice."""
     x = torch.tensor([1.0 + rank], dtype=torch.float64, requires_grad=True)
-    total = sum_over_ranks(x**3, group, "a test")
+    total = sum_over_ranks(x**3, group)
     (first,) = torch.autograd.grad(total.square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), x)
     return second

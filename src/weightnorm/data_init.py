@@ -301,8 +301,7 @@ class _LayerRun(NamedTuple):
         return values.view(-1, *[1] * (self.output.ndim - 1 - self.axis))
 
     def moments(self, output: Tensor) -> _Moments:
-        what = f"the moments of layer {self.name!r} in data_dependent_init"
-        return _moments(output, self.axis, self.group, what)
+        return _moments(output, self.axis, self.group)
 
     def two_examples(self) -> tuple[Any, Any] | None:
         """Return the inputs cut to two examples.
@@ -347,7 +346,7 @@ def _set_layer(run: _LayerRun, target: float, backups: Backups) -> tuple[Tensor,
         offset, scale = run.per_unit(change.offset), run.per_unit(change.scale)
         output = torch.addcmul(offset, run.output.to(offset.dtype), scale).to(run.output.dtype)
         differs = _differs(run.call(cut), output[:2], run.output[:2], scale, target)
-    differs = sum_over_ranks(differs, run.group, f"the check of layer {run.name!r}")
+    differs = sum_over_ranks(differs, run.group)
     after = run.moments(output)
     measured = _read(run, before, after, change, differs, target)
     for _ in range(_RERUNS):
@@ -492,7 +491,7 @@ def _scaled(w: Tensor, scale: Tensor, units: Units) -> Tensor:
     return (w * units.spread(scale.view(units.shape(w.shape)), w)).to(w.dtype)
 
 
-def _moments(output: Tensor, axis: int, group: Group, what: str) -> _Moments:
+def _moments(output: Tensor, axis: int, group: Group) -> _Moments:
     """Return population mean and std of each unit over the batch (and space), over all ranks."""
     units = output.shape[axis]
     count = output.numel() // max(units, 1)
@@ -503,7 +502,7 @@ def _moments(output: Tensor, axis: int, group: Group, what: str) -> _Moments:
     else:
         mean = output.new_zeros(units, dtype=wide_dtype(output.dtype))
         variance = mean.clone()
-    mean, variance, total = moments_over_ranks(mean, variance, count, group, what)
+    mean, variance, total = moments_over_ranks(mean, variance, count, group)
     return _Moments(mean, variance.sqrt(), total)
 
 

@@ -112,7 +112,7 @@ class _MeanOnlyBatchNorm(nn.Module):
 
     def batch_mean(self, total: Tensor, count: int) -> Tensor:
         """Return the batch mean, from its sum and count on all ranks."""
-        return mean_over_ranks(total, count, self.group, "the mean of mean-only batch norm")
+        return mean_over_ranks(total, count, self.group)
 
     def update(self, mean: Tensor, count: int) -> None:
         """Update the running mean by a batch's, in training mode."""

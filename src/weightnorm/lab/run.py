@@ -31,7 +31,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from weightnorm._distributed import RankLost
 from weightnorm.diagnostics import weight_rows
 from weightnorm.files.atomic import write_atomically
 from weightnorm.init_report import InitReport
@@ -66,7 +65,7 @@ from weightnorm.lab.runs.checkpoints import (
 from weightnorm.lab.runs.environment import environment, pick_device
 from weightnorm.lab.runs.epoch_metrics import EpochMetrics, stack_ranks
 from weightnorm.lab.runs.progress import EpochProgress
-from weightnorm.lab.runs.ranks import Ranks
+from weightnorm.lab.runs.ranks import RankLost, Ranks, is_collective
 
 T = TypeVar("T")
 LIVE_SECONDS = 0.5
@@ -142,6 +141,8 @@ class Run:
 
     def _explain(self, error: BaseException | None) -> None:
         """Raise a RunError with the way to continue, if a disk or another rank failed."""
+        if error is not None and is_collective(error):  # one of the library's
+            error = self.ranks.lost(error, "statistics of a batch")
         advice = {OSError: "correct this, then repeat", RankLost: "start all ranks again with"}
         for kind, way in advice.items():
             if isinstance(error, kind):

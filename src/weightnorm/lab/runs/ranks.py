@@ -11,6 +11,9 @@ Note [import torch.distributed.nn early]
 from __future__ import annotations
 
 import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,10 +23,19 @@ import torch.distributed as dist
 import torch.distributed.nn  # see Note [import torch.distributed.nn early]
 from torch import Tensor, nn
 
-from weightnorm._distributed import RankLost, collective
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class RankLost(RuntimeError):
+    """Raised when a collective fails because another rank died, hangs or runs different code."""
+
+
+def is_collective(error: BaseException | None) -> bool:
+    """Return whether a collective of torch.distributed raised this error."""
+    frames = traceback.walk_tb(error.__traceback__ if error else None)
+    names = [frame.f_globals.get("__name__") for frame, _ in frames]
+    return isinstance(error, RuntimeError) and dist.distributed_c10d.__name__ in names
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,23 @@ class Ranks:
         if self.world > 1 or dist.is_initialized():
             dist.destroy_process_group()
 
+    @contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Raise RankLost if a collective in this block fails; `what` names its result."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_collective(error):
+                raise
+            raise self.lost(error, what) from error
+
+    def lost(self, error: BaseException, what: str) -> RankLost:
+        """Return the error for a collective that failed; `what` names its result."""
+        return RankLost(
+            f"rank {self.rank} of {self.world} failed waiting for {what} "
+            f"({str(error).splitlines()[0]}): another rank died, hangs, or runs different code"
+        )
+
     @property
     def first(self) -> bool:
         """Whether this rank writes the record."""
@@ -72,7 +101,7 @@ class Ranks:
     def sum(self, x: Tensor, name: str = "a sum") -> Tensor:
         """Sum a tensor over ranks, in place. `name` is used in the error if a rank is lost."""
         if self.world > 1:
-            with collective(name):
+            with self.waiting_for(name):
                 dist.all_reduce(x)
         return x
 
@@ -88,7 +117,7 @@ class Ranks:
         values: list[Any] = [value]
         if self.world > 1:
             values = [None] * self.world
-            with collective(name):
+            with self.waiting_for(name):
                 dist.all_gather_object(values, value)
         return values
 

@@ -17,10 +17,11 @@ LAYERS = [
     "output_sums", "mean_only", "data_init", "robust_init", "checkpoints", "files",
     "parameterizations",
     "_in_place", "_unit_passes", "optimizer_state", "optimizer", "diagnostics",
-    "lab.errors", "lab.files", "lab.malloc", "lab.data", "lab.models", "lab.records", "lab.config",
-    "lab.runs", "lab.run", "lab.atari", "lab.replay_buffer", "lab.classify", "lab.vae", "lab.draw",
-    "lab.dqn", "lab.language", "lab.sweeps", "lab.statistics", "lab.interleaved", "lab.pool",
-    "lab.claims", "lab.bench", "lab.reports", "lab.cli",
+    "lab.errors", "lab.files", "lab.data", "lab.models", "lab.records", "lab.config",
+    "lab.environment", "lab.progress", "lab.runs", "lab.run", "lab.atari", "lab.replay_buffer",
+    "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language", "lab.sweeps",
+    "lab.statistics", "lab.interleaved", "lab.pool", "lab.claims",
+    "lab.bench", "lab.reports", "lab.cli",
 ]  # fmt: skip
 OUTSIDE = {"library": {"torch"}, "files": {"torch", "safetensors"}, "lab": {
     "ale_py", "gymnasium", "jinja2", "matplotlib", "numpy", "pandas", "PIL", "pooch", "ray", "rich",

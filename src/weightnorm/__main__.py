@@ -10,13 +10,6 @@ from weightnorm.lab.errors import Interrupted
 def main() -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal without Unicode must not stop a command
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
-    if sys.argv[1:2] == ["run"]:
-        # Tails of activations underflow, and a CPU takes a hundred times as long for numbers below
-        # the smallest normal one: a tenth of a step of the language model. Set before the first
-        # operation, since threads take it over when they start.
-        import torch
-
-        torch.set_flush_denormal(True)
     code = run(sys.argv[1:])
     if code == Interrupted.exit_code:
         # Leave at once: CPython exits by a signal, not with this code, if the KeyboardInterrupt was

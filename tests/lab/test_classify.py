@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from weightnorm import parameterize
 from weightnorm.lab import classify
 from weightnorm.lab.config import folder
+from weightnorm.lab.environment import Ranks
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.lab.reports import classify as classify_report
 from weightnorm.lab.reports.document import Table
-from weightnorm.lab.runs.ranks import Ranks
 
 
 def test_schedule_is_the_papers():

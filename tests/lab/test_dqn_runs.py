@@ -12,7 +12,7 @@ from commands import HANGS, outcome, run_folder, same, started, wait_for, weight
 from weightnorm.lab.cli import main
 from weightnorm.lab.records import find_records, load_record
 from weightnorm.lab.reports import report
-from weightnorm.lab.runs.checkpoints import load_checkpoint
+from weightnorm.lab.run import load_checkpoint
 
 TINY = (
     "run", "dqn", "--preset", "demo", "--game", "breakout", "--width", 0.125, "--batch-size", 8,

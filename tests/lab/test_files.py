@@ -1,6 +1,5 @@
 """Atomic writes and digests."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -8,7 +7,7 @@ import sys
 import pytest
 
 from weightnorm.files.atomic import atomic_writer, write_atomically
-from weightnorm.lab.files import CHUNK, digest, file_digest, remove_temporary
+from weightnorm.lab.files import remove_temporary
 
 
 def test_replaces_whole_content(tmp_path):
@@ -49,12 +48,3 @@ def test_a_killed_writer_leaves_only_a_temporary_file(tmp_path):
     assert not (tmp_path / "x").exists()
     remove_temporary(tmp_path)
     assert not os.listdir(tmp_path)
-
-
-def test_digest_covers_every_byte(tmp_path):
-    content = bytes(range(256)) * (CHUNK // 128) + b"end"  # more than one chunk
-    path = tmp_path / "x"
-    path.write_bytes(content)
-    assert digest(content) == file_digest(path) == hashlib.sha256(content).hexdigest()
-    path.write_bytes(content[:-1] + b"D")
-    assert file_digest(path) != digest(content)

@@ -12,11 +12,11 @@ from weightnorm import Parameterization, WeightNormOptimizer
 from weightnorm.lab import language
 from weightnorm.lab.data import torch_source
 from weightnorm.lab.data.torch_source import Corpus, trigram_bits_per_byte
+from weightnorm.lab.environment import Ranks
 from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.language import PRESETS, RATES, Config, Transformer
 from weightnorm.lab.records import load_record
 from weightnorm.lab.reports.report import sections_of
-from weightnorm.lab.runs.ranks import Ranks
 from weightnorm.lab.sweeps.grid import Grid
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

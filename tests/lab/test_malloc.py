@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from weightnorm.lab.malloc import keep_freed_memory
+from weightnorm.lab.environment import keep_freed_memory
 
 COUNT_FAULTS = """
 import resource, torch
-from weightnorm.lab.malloc import keep_freed_memory
-if {keep}: keep_freed_memory()
+from weightnorm.lab.environment import prepare_process
+if {keep}: prepare_process()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def step(): torch.zeros(16 << 20); torch.ones(16 << 20)
 for _ in range(6): step()

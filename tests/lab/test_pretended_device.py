@@ -12,9 +12,9 @@ from pretended_device import DEVICE, failures
 from weightnorm import Parameterization
 from weightnorm.lab import classify, dqn, draw, vae
 from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.environment import Ranks
 from weightnorm.lab.replay_buffer import Transitions
 from weightnorm.lab.run import Run
-from weightnorm.lab.runs.ranks import Ranks
 
 
 class StepDone(Exception):

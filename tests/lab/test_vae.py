@@ -15,8 +15,8 @@ from weightnorm.lab.cli.experiments import parse_config
 from weightnorm.lab.config import folder
 from weightnorm.lab.data import cifar10
 from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.environment import Ranks
 from weightnorm.lab.models.vae import ElboTerms
-from weightnorm.lab.runs.ranks import Ranks
 from weightnorm.lab.sweeps.grid import flags
 
 DEMO = vae.PRESETS["demo"]

@@ -9,9 +9,9 @@ import torch
 from commands import outcome, run_folder, same, spread, started, wait_for, weightnorm
 from ranks import on_ranks
 from weightnorm.lab import vae
+from weightnorm.lab.environment import Ranks
 from weightnorm.lab.models.vae import ElboTerms
 from weightnorm.lab.records import load_record
-from weightnorm.lab.runs.ranks import Ranks
 
 TINY = ("run", "vae", "--preset", "demo", "--width", 0.2, "--latents", 6, "--epochs", 3)
 TINY = (*TINY, "--limit", 300, "--batch-size", 20, "--importance-samples", 8)

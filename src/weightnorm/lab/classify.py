@@ -21,11 +21,11 @@ from weightnorm.diagnostics import effective_step, v_norms
 from weightnorm.lab.config import Count, Limit, Nonnegative, Range, RunConfig, Several
 from weightnorm.lab.data import cifar10, digits, zca
 from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.environment import autocast
 from weightnorm.lab.errors import require
 from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.run import Run
-from weightnorm.lab.runs.environment import autocast
 
 NAME = "classify"
 TITLE = "CIFAR-10 classification with five parameterizations (section 5.1)"

@@ -32,11 +32,11 @@ from weightnorm import (
 )
 from weightnorm.lab.atari import Atari, Game, Pixels, Step, rom_paths
 from weightnorm.lab.config import Count, Positive, Probability, Range, RunConfig, Several
+from weightnorm.lab.environment import autocast
 from weightnorm.lab.errors import require
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.replay_buffer import ReplayBuffer, Transitions
 from weightnorm.lab.run import Run
-from weightnorm.lab.runs.environment import autocast
 
 Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
 

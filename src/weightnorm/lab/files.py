@@ -1,17 +1,13 @@
-"""Locks of folders, leftovers of killed writers, and SHA-256 digests of files."""
+"""Locks of folders, and the leftovers of killed writers."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
+from importlib import import_module
 from pathlib import Path
 from typing import IO
 
 from weightnorm.files.atomic import SUFFIX
 from weightnorm.lab.errors import RunError
-
-CHUNK = 1 << 20
-"""Bytes read at a time, so that a file of any size fits into memory."""
 
 
 def lock_folder(folder: Path) -> IO[str]:
@@ -25,11 +21,22 @@ def lock_folder(folder: Path) -> IO[str]:
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}") from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file.fileno())
     except OSError:
         file.close()
         raise RunError(f"another process is running in {folder}") from None
     return file
+
+
+def _lock(file: int) -> None:
+    """Lock a file until it is closed. Raises OSError if another process has locked it."""
+    try:
+        fcntl = import_module("fcntl")
+    except ModuleNotFoundError:  # Windows
+        msvcrt = import_module("msvcrt")
+        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+    else:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def remove_temporary(folder: Path) -> None:
@@ -39,24 +46,3 @@ def remove_temporary(folder: Path) -> None:
     """
     for path in folder.glob(f".*{SUFFIX}"):
         path.unlink(missing_ok=True)
-
-
-def digest(content: bytes | bytearray | memoryview) -> str:
-    """Compute the SHA-256 digest of `content`, in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """Compute the SHA-256 digest of a file, in hexadecimal.
-
-    >>> from tempfile import mkdtemp
-    >>> path = Path(mkdtemp()) / "empty"
-    >>> path.touch()
-    >>> file_digest(path) == digest(b"")
-    True
-    """
-    result = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            result.update(chunk)
-    return result.hexdigest()

@@ -23,10 +23,10 @@ from weightnorm.diagnostics import direction_angle, weight_rows
 from weightnorm.lab.config import Count, Nonnegative, Positive, Probability, RunConfig, Several
 from weightnorm.lab.data import torch_source
 from weightnorm.lab.data.torch_source import Corpus
+from weightnorm.lab.environment import autocast
 from weightnorm.lab.errors import ConfigError, require
 from weightnorm.lab.records import RunRecord, read_json, write_json
 from weightnorm.lab.run import Run
-from weightnorm.lab.runs.environment import autocast
 
 BYTES = 256
 

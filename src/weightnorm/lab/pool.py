@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from weightnorm.lab.environment import prepare_process
 from weightnorm.lab.errors import RunError
-from weightnorm.lab.malloc import keep_freed_memory
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def worker_processes(
         size: number of processes.
         make: called once in each process; `call_state` calls its result.
         threads: torch's threads in each process.
-        keep_memory: whether freed memory is kept for the next training step, as in runs.
+        keep_memory: whether freed memory is kept and denormal numbers are 0, as in runs.
     """
     context = multiprocessing.get_context("spawn")
     before = {*multiprocessing.active_children()}
@@ -69,9 +69,10 @@ def _set_up(threads: int, keep_memory: bool, make: Callable[[], Any] | None) -> 
     global _state
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when workers stop
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
     if keep_memory:
-        keep_freed_memory()
+        prepare_process(threads)
+    else:
+        torch.set_num_threads(threads)
     if make is not None:
         _state = make()
 

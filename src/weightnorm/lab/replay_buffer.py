@@ -21,7 +21,7 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from zlib import crc32
 
 import numpy as np
@@ -193,6 +193,15 @@ def _packed(reward: float, action: int, terminal: bool) -> bytes:
 MappedArray = np.memmap[Any, np.dtype[Any]]
 
 
+def allocate(file: IO[bytes], size: int) -> None:
+    """Extend a file, opened to append, to `size` bytes. Raises OSError if the disk is full."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:  # macOS and Windows
+        while (left := size - file.tell()) > 0:
+            file.write(bytes(min(left, 1 << 20)))
+
+
 def _map_arrays(path: Path, *columns: tuple[tuple[int, ...], type]) -> list[MappedArray]:
     """Map arrays of these shapes and types, one after the other in a file.
 
@@ -203,7 +212,7 @@ def _map_arrays(path: Path, *columns: tuple[tuple[int, ...], type]) -> list[Mapp
     with path.open("ab") as file:
         if file.tell() < sum(sizes):
             try:
-                os.posix_fallocate(file.fileno(), 0, sum(sizes))
+                allocate(file, sum(sizes))
             except OSError:
                 path.unlink()
                 raise

@@ -13,15 +13,22 @@
 A run that was killed at any moment continues from its last checkpoint when the same command is
 repeated, and ends with the same bits: the order of the data follows from seed and epoch, and a
 checkpoint holds everything else (parameters, optimizer, random states, metrics).
+
+Note [digest in the zip comment]
+    torch writes a zip archive but does not check its CRCs when it reads one, so a flipped bit would
+    be loaded as another number. The SHA-256 digest of the file is appended as the archive's
+    comment: `torch.load` still reads the file, and the digest is replaced together with the data.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, NoReturn, TypeVar
@@ -32,9 +39,18 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from weightnorm.diagnostics import weight_rows
-from weightnorm.files.atomic import write_atomically
+from weightnorm.files.atomic import atomic_writer, write_atomically
 from weightnorm.init_report import InitReport
 from weightnorm.lab.config import RunConfig, completed, folder, scientific_fields
+from weightnorm.lab.environment import (
+    RankLost,
+    Ranks,
+    environment,
+    flushes_denormals,
+    is_collective,
+    pick_device,
+    prepare_process,
+)
 from weightnorm.lab.errors import (
     CheckpointError,
     ConfigError,
@@ -45,7 +61,7 @@ from weightnorm.lab.errors import (
     RunError,
 )
 from weightnorm.lab.files import lock_folder, remove_temporary
-from weightnorm.lab.malloc import keep_freed_memory
+from weightnorm.lab.progress import EpochProgress
 from weightnorm.lab.records import (
     Row,
     RunRecord,
@@ -54,20 +70,10 @@ from weightnorm.lab.records import (
     write_json,
     write_rows,
 )
-from weightnorm.lab.runs.checkpoints import (
-    load_checkpoint,
-    previous,
-    random_state,
-    recover_checkpoint,
-    save_checkpoint,
-    set_random_state,
-)
-from weightnorm.lab.runs.environment import environment, pick_device
-from weightnorm.lab.runs.epoch_metrics import EpochMetrics, stack_ranks
-from weightnorm.lab.runs.progress import EpochProgress
-from weightnorm.lab.runs.ranks import RankLost, Ranks, is_collective
 
 T = TypeVar("T")
+Sums = dict[str, Tensor]
+"""Name → sum over the steps of an epoch; the others are divided by the one called ``count``."""
 LIVE_SECONDS = 0.5
 """Time between updates of the metrics on the screen; each synchronizes with the device."""
 
@@ -100,7 +106,7 @@ class Run:
         self.epoch = self.step = 0
         self.batch = 0
         """Examples in the current minibatch, over all ranks."""
-        self.totals = EpochMetrics()
+        self.totals: Sums = {}
         self.metrics: list[Row] = []
         """The rows of metrics.jsonl."""
         self.stateful: dict[str, Any] = {}
@@ -108,7 +114,7 @@ class Run:
         """Training time of the current epoch."""
         self._progress: EpochProgress | None = None
         self._lock: IO[str] | None = None
-        self._events: Any = None
+        self._flushed = flushes_denormals()
         self._stop = self._savable = False
         self._handlers: dict[signal.Signals, Any] = {}
 
@@ -122,7 +128,7 @@ class Run:
             self.ranks.gather(None, "the folder")  # no rank reads it before it is locked
             for which in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[which] = signal.signal(which, self._on_signal)
-            keep_freed_memory()
+            prepare_process()
             torch.manual_seed(self.config.seed)
         except BaseException as error:
             self._close()
@@ -183,13 +189,12 @@ class Run:
     def _close(self) -> None:
         if self._progress is not None:
             self._progress.close()
-        if self._events is not None:
-            self._events.close()
         for which, handler in self._handlers.items():
             signal.signal(which, handler)
         self._handlers.clear()
         if self._lock is not None:
             self._lock.close()
+        torch.set_flush_denormal(self._flushed)
         self.ranks.leave()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -206,7 +211,14 @@ class Run:
         if record.diverged is not None:
             message = str(record.diverged.get("message", "the run diverged"))
             raise Diverged(f"{message}. Delete {self.folder} to run it again")
-        return record if record.finished else None
+        if not record.finished:
+            return None
+        if self.ranks.first:
+            self._print(f"{self.folder} had finished before; nothing is left to compute")
+        return record
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def record_initialization(self, report: InitReport) -> None:
         """Write initialization.json: the layers and units that data-dependent initialization left
@@ -220,8 +232,7 @@ class Run:
         if dead or skipped:
             parts = [f"{n} constant units of {name}" for name, n in dead.items()]
             parts += [f"{name} ({reason})" for name, reason in skipped.items()]
-            text = f"not initialized on data: {', '.join(parts)}"
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._print(f"not initialized on data: {', '.join(parts)}")
 
     def seed_by_rank(self) -> None:
         """Let ranks, which start with the same weights, draw different noise from here on."""
@@ -270,7 +281,8 @@ class Run:
             for name, thing in self.stateful.items():
                 thing.load_state_dict(state["states"][name])
             self.epoch, self.step, self.metrics = state["epoch"], state["step"], state["metrics"]
-            self.totals = EpochMetrics.of_rank(state["totals"], self.ranks.rank, self.device)
+            totals = state["totals"][self.ranks.rank]
+            self.totals = {name: total.to(self._sums_device) for name, total in totals.items()}
             self.seconds = state["seconds"]
             set_random_state(state["random"][self.ranks.rank], self.device)
         except LabError:
@@ -284,7 +296,7 @@ class Run:
 
     def save(self, path: Path | None = None) -> None:
         """Write a checkpoint, by default to ``checkpoint.pt``."""
-        mine = random_state(self.device), self.totals.cpu()
+        mine = random_state(self.device), {k: v.cpu() for k, v in self.totals.items()}
         parts = self.ranks.gather(mine, "parts of a checkpoint")
         if self.ranks.first:
             state = {
@@ -292,7 +304,7 @@ class Run:
                 "epoch": self.epoch,
                 "step": self.step,
                 "metrics": self.metrics,
-                "totals": stack_ranks([totals for _, totals in parts]),
+                "totals": [totals for _, totals in parts],
                 "seconds": self.seconds,
                 "random": [random for random, _ in parts],
                 "states": {name: thing.state_dict() for name, thing in self.stateful.items()},
@@ -305,12 +317,10 @@ class Run:
         """Iterate over the remaining epochs, with a checkpoint after each."""
         console = self.console if self.ranks.first else Console(quiet=True)
         self._progress = EpochProgress(console, f"{self.experiment}  {self.folder}", count)
-        if self.ranks.first:
-            self._events = _events(self.folder, self.epoch)
         while self.epoch < count:
             yield self.epoch
             self.epoch += 1
-            self.step, self.totals, self.seconds = 0, EpochMetrics(), 0.0
+            self.step, self.totals, self.seconds = 0, {}, 0.0
             self.save()
             self._stop_if(*self.ranks.any(self._stop))
 
@@ -338,19 +348,19 @@ class Run:
         if self._progress is not None:
             self._progress.start_epoch(self.epoch, len(steps), self.step)
         began = saved = shown = time.monotonic()
-        before, saved_at = self.seconds, self.step
+        saved_at = self.step
         for step in steps[self.step :]:
             yield step
             self.step += 1
             now = time.monotonic()
-            self.seconds = before + now - began
+            self.seconds, began = self.seconds + now - began, now
             live = now - shown > LIVE_SECONDS
             if self._progress is not None:
-                self._progress.step(self.step, _text(self.totals.means) if live else "")
+                self._progress.step(self.step, _text(self.means) if live else "")
             shown = now if live else shown
             due = now - saved > self.config.checkpoint_seconds or self.step - saved_at >= save_every
             # Reading the sums synchronizes with an accelerator, so not at every step.
-            broken = (live or due or self.device.type == "cpu") and not self.totals.finite
+            broken = (live or due or self.device.type == "cpu") and not self._finite
             stop, due, broken = self.ranks.any(self._stop, due, broken)
             if broken:
                 self._diverge()
@@ -358,7 +368,8 @@ class Run:
                 return
             if due:
                 self.save()
-                saved, saved_at = time.monotonic(), self.step
+                saved = began = time.monotonic()  # saving is no part of training's time
+                saved_at = self.step
             self._stop_if(stop)
 
     def parts(self, items: Sequence[T], name: str) -> Iterator[T]:
@@ -377,27 +388,43 @@ class Run:
 
     def add(self, **amounts: Tensor | float) -> None:
         """Add to the epoch's sums, without synchronizing with the device."""
-        self.totals.add(amounts, self.device)
+        for name, amount in amounts.items():
+            if name not in self.totals:
+                self.totals[name] = torch.zeros((), dtype=torch.float64, device=self._sums_device)
+            self.totals[name] += amount.detach() if isinstance(amount, Tensor) else amount
+
+    @property
+    def means(self) -> dict[str, float]:
+        """This rank's sums divided by the count; empty without one. Synchronizes."""
+        if "count" not in self.totals:
+            return {}
+        count = self.totals["count"]
+        return {name: (x / count).item() for name, x in self.totals.items() if name != "count"}
+
+    @property
+    def _finite(self) -> bool:
+        """Whether every sum is finite. Synchronizes with the device."""
+        return all(math.isfinite(total) for total in self.totals.values())
+
+    @property
+    def _sums_device(self) -> torch.device:
+        return torch.device("cpu") if self.device.type == "mps" else self.device  # no float64
 
     def total(self, name: str) -> float:
         """Return the epoch's sum over steps and ranks."""
         return self.ranks.sum(self.totals[name].clone(), f"the epoch's sum of {name}").item()
 
     def log(self, **metrics: Tensor | float) -> None:
-        """Record an epoch: a line of metrics.jsonl, TensorBoard, and a line on the screen."""
-        if any(self.ranks.any(not self.totals.finite)):
+        """Record an epoch: a line of metrics.jsonl, and a row on the screen."""
+        if any(self.ranks.any(not self._finite)):
             self._diverge()
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         row = {"epoch": self.epoch + 1, **numbers, "seconds": round(self.seconds, 3)}
         self.metrics.append(row)
         if self.ranks.first:
             append_row(self.folder / "metrics.jsonl", row)
-            for name, value in row.items():
-                if name != "epoch":
-                    self._events.add_scalar(name, value, self.epoch + 1)
-            self._events.flush()
         if self._progress is not None:
-            self._progress.end_epoch(_text(numbers))
+            self._progress.end_epoch(numbers)
 
     def save_arrays(self, name: str, **arrays: Tensor) -> None:
         """Write arrays, such as samples, to ``name.npz`` beside the record for the report."""
@@ -479,7 +506,93 @@ def _text(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
 
 
-def _events(folder: Path, epoch: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
+# — checkpoints: two generations, each written atomically and with a digest —
 
-    return SummaryWriter(str(folder / "events"), purge_step=epoch + 1)
+END_OF_DIRECTORY = b"PK\x05\x06"
+"""Signature of the last 22 bytes of a zip archive, which end with the length of its comment."""
+DIGEST_LENGTH = 64
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write a new generation and keep the one before it."""
+    memory = io.BytesIO()  # on a full disk, torch.save raises other errors than OSError
+    torch.save(state, memory)
+    with atomic_writer(path) as file:
+        file.write(_with_digest(memory.getvalue()))
+        file.flush()
+        os.fsync(file.fileno())
+        if path.exists():
+            path.replace(previous(path))
+
+
+def recover_checkpoint(path: Path) -> None:
+    """Make the latest intact generation the one at `path`.
+
+    A run resumes exactly from either generation, so falling back costs time and nothing else. The
+    next save must not move a damaged file over the intact one.
+    """
+    for generation in (path, previous(path)):
+        try:
+            _verified(generation)
+        except (OSError, ValueError):
+            continue
+        generation.replace(path)
+        return
+
+
+def load_checkpoint(path: Path) -> dict[str, Any] | None:
+    """Return the checkpoint; None if there is none. Raises CheckpointError if it is damaged."""
+    if not path.exists() and not previous(path).exists():
+        return None
+    try:
+        content = io.BytesIO(_verified(path))
+        state: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged file
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"no checkpoint in {path.parent} is intact ({path.name}: {reason}); "
+            "delete the folder to start over"
+        ) from error
+    return state
+
+
+def previous(path: Path) -> Path:
+    """Return the path of the previous generation."""
+    return path.with_name(f"{path.stem}-previous{path.suffix}")
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of torch's random number generators on the CPU and on `device`."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(*_index(device))
+    return state
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Restore what `random_state` returned; on another type of device, the CPU's alone."""
+    torch.set_rng_state(state["cpu"])
+    if device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], *_index(device))
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    """Return the argument that selects a device; mps has only one and takes none."""
+    return () if device.type == "mps" else (device,)
+
+
+def _with_digest(archive: bytes) -> bytes:
+    """Append the digest as the zip archive's comment; see Note [digest in the zip comment]."""
+    if archive[-22:-18] != END_OF_DIRECTORY or archive[-2:] != b"\0\0":
+        raise ValueError("expected a zip archive without a comment from torch.save")
+    body = archive[:-2] + DIGEST_LENGTH.to_bytes(2, "little")
+    return body + sha256(body).hexdigest().encode()
+
+
+def _verified(path: Path) -> bytes:
+    """Read a checkpoint file. Raises ValueError unless its digest is that of its content."""
+    content = path.read_bytes()
+    body, expected = content[:-DIGEST_LENGTH], content[-DIGEST_LENGTH:]
+    if sha256(body).hexdigest().encode() != expected:
+        raise ValueError(f"its {len(content):,} bytes do not have the digest they were saved with")
+    return content

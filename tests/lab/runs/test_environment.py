@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from weightnorm.lab.runs import environment
-from weightnorm.lab.runs.environment import commit
+from weightnorm.lab import environment
+from weightnorm.lab.environment import commit
 
-INSIDE = Path("src/weightnorm/lab/runs/environment.py")
+INSIDE = Path("src/weightnorm/lab/environment.py")
 
 
 def git(folder, *words):
@@ -44,7 +44,7 @@ def test_commit_of_the_own_repository(repository):
 
 @pytest.mark.parametrize(
     "place",
-    ["venv/lib/site-packages/weightnorm/lab/runs/environment.py", f"external/{INSIDE}"],
+    ["venv/lib/site-packages/weightnorm/lab/environment.py", f"external/{INSIDE}"],
     ids=["installed", "unpacked"],
 )
 def test_enclosing_repository_is_not_used(repository, place):

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from commands import HANGS, environment, free_port, outcome, run_folder, same, spread, wait_for
+from weightnorm.lab.environment import Ranks
 from weightnorm.lab.records import load_record
-from weightnorm.lab.runs.ranks import Ranks
 
 DOCS = Path(__file__).parents[3] / "docs" / "scaling.md"
 WORDS = ("--parameterization", "weight-norm-mean-only", "--epochs", 4, "--limit", 191)
@@ -161,7 +161,7 @@ def test_one_gpu_per_rank(monkeypatch, device, backend, gpu):
 LEAVE = """
 import weakref
 import torch
-from weightnorm.lab.runs.ranks import Ranks
+from weightnorm.lab.environment import Ranks
 
 ranks = Ranks.join(torch.device("cpu"), 60)
 group = weakref.ref(torch.distributed.group.WORLD)

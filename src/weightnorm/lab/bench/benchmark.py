@@ -22,13 +22,12 @@ import scipy.stats  # type: ignore[import-untyped]
 import torch
 from rich.console import Console
 
+from weightnorm.lab.environment import environment, prepare_process, processor
 from weightnorm.lab.errors import RecordError
 from weightnorm.lab.files import lock_folder
 from weightnorm.lab.interleaved import Call, OnRound, Samples, interleaved
-from weightnorm.lab.malloc import keep_freed_memory
+from weightnorm.lab.progress import ProgressBars
 from weightnorm.lab.records import read_rows, write_json, write_rows
-from weightnorm.lab.runs.environment import environment, processor
-from weightnorm.lab.runs.progress import ProgressBars
 from weightnorm.lab.statistics import Array, Interval, bootstrap
 
 T = TypeVar("T")
@@ -280,7 +279,7 @@ def run(
     Other benchmarks in a record that the folder has are kept. `on_benchmark` is called with the
     part of the record that each benchmark adds. Returns the path of the record.
     """
-    keep_freed_memory()
+    prepare_process()
     with lock_folder(folder):  # two commands would each keep the other's older benchmarks
         session = {**environment(settings.device, 1), "cpu": cpu(), "load": load_average()}
         kept = _kept_benchmarks(folder, [each.name for each in benchmarks], settings, session)

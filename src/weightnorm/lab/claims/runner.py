@@ -28,12 +28,11 @@ from weightnorm.lab.claims import (
 from weightnorm.lab.claims.claim import CLAIMS, LONG_CLAIMS, Claim
 from weightnorm.lab.claims.context import Context
 from weightnorm.lab.claims.parts import PartRunner
+from weightnorm.lab.environment import environment, prepare_process
 from weightnorm.lab.errors import ConfigError, Interrupted, RunError, require
 from weightnorm.lab.files import lock_folder
-from weightnorm.lab.malloc import keep_freed_memory
+from weightnorm.lab.progress import ProgressBars
 from weightnorm.lab.records import Row, append_row, load_record, read_rows, write_json
-from weightnorm.lab.runs.environment import environment
-from weightnorm.lab.runs.progress import ProgressBars
 
 SEEDS = {"quick": (1, 2, 3), "full": (1, 2, 3, 4, 5), "long": (1, 2, 3), "long-quick": (1, 2)}
 DATA = {"quick": "digits", "full": "cifar10", "long": "mnist", "long-quick": "digits"}
@@ -87,9 +86,8 @@ def _measure(
     open_record(folder, context)
     recorded = latest_rows(folder)
     missing = [n for n in sorted(set(only or claims)) if n not in recorded or n in FROM_RECORDS]
-    keep_freed_memory()
-    if context.long:
-        torch.set_num_threads(1)  # as in the workers: results do not depend on their number
+    # As in the workers: results do not depend on their number.
+    prepare_process(threads=1 if context.long else None)
     progress = ProgressBars(console or Console(stderr=True))
     failed: list[str] = []
     try:

@@ -78,7 +78,7 @@ def _settings(options: BenchOptions) -> Settings:
     import torch
 
     from weightnorm.lab.bench.benchmark import Settings
-    from weightnorm.lab.runs.environment import pick_device
+    from weightnorm.lab.environment import pick_device
 
     rounds = (2 if options.quick else 10) if options.rounds is None else options.rounds
     require(rounds >= 1, "rounds", rounds, "1 or more")

@@ -29,10 +29,10 @@ from weightnorm.lab.config import (
     preset_of,
     scientific_fields,
 )
+from weightnorm.lab.environment import pick_device
 from weightnorm.lab.errors import ConfigError, RecordError, require
+from weightnorm.lab.progress import ProgressBars
 from weightnorm.lab.records import RunRecord, load_record, read_rows
-from weightnorm.lab.runs.environment import pick_device
-from weightnorm.lab.runs.progress import ProgressBars
 from weightnorm.lab.sweeps.executors import (
     POLL_SECONDS,
     Executor,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from textwrap import wrap
 
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+NUMBER_WIDTH = 8
 STATUS_SECONDS = 30.0
 """Time between status lines where there is no terminal."""
 
@@ -81,11 +83,13 @@ class ProgressBars:
 
 
 class EpochProgress:
-    """Progress of one run: a bar for the epochs, one for the steps, a line per epoch."""
+    """Progress of one run: a bar for the epochs, one for the steps, a row of metrics per epoch."""
 
     def __init__(self, console: Console, title: str, epochs: int) -> None:
         self.epochs, self.epoch, self.steps = epochs, 0, 0
+        self.width = console.width
         self._text = ""
+        self._columns: dict[str, int] = {}
         self._bars = ProgressBars(console)
         self._bars.print(title)
         self._epoch_bar = self._bars.add("epochs", epochs)
@@ -101,12 +105,20 @@ class EpochProgress:
         """Show that `done` steps are done; `text` replaces the metrics beside the bar."""
         self._text = text or self._text
         self._bars.update(self._step_bar, done, self._text)
-        self._bars.status(lambda: self._line(f"step {done}/{self.steps}  {self._text}"))
+        at = f"epoch {self.epoch + 1}/{self.epochs}, step {done}/{self.steps}"
+        self._bars.status(lambda: f"{at}  {self._text}")
 
-    def end_epoch(self, text: str) -> None:
-        """Print the metrics of an epoch."""
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Print a row of metrics, the first time below their names."""
         self._bars.update(self._epoch_bar, self.epoch + 1)
-        self._bars.print(self._line(text))
+        first = len(f"{self.epochs}/{self.epochs}")
+        if not self._columns:
+            self._columns, header = table_header(metrics, max(first, len("epoch")), self.width)
+            for line in header:
+                self._bars.print(line)
+        row = [f"{self.epoch + 1}/{self.epochs}".rjust(max(first, len("epoch")))]
+        row += [short_number(metrics[name], width) for name, width in self._columns.items()]
+        self._bars.print("  ".join(row))
 
     def start_part(self, name: str, count: int) -> None:
         """Start work that follows the last epoch."""
@@ -124,5 +136,45 @@ class EpochProgress:
         """Remove the bars."""
         self._bars.close()
 
-    def _line(self, text: str) -> str:
-        return f"epoch {self.epoch + 1}/{self.epochs}  {text}"
+
+def table_header(names: Iterable[str], first: int, width: int) -> tuple[dict[str, int], list[str]]:
+    """Return the width of each column, and the lines of their names, which are broken at spaces.
+
+    The column of epochs comes before, `first` wide. Columns that do not fit into `width` are left
+    out; all metrics are in metrics.jsonl.
+
+    >>> print(*table_header(["train_loss", "train_negative_elbo"], 5, 80)[1], sep="\\n")
+                            train
+               train     negative
+    epoch       loss         elbo
+    """
+    columns: dict[str, int] = {}
+    heads = {}
+    left = width - first
+    for name in names:
+        words = wrap(name.replace("_", " "), NUMBER_WIDTH, break_long_words=False)
+        columns[name] = max(NUMBER_WIDTH, *map(len, words))
+        left -= columns[name] + 2
+        if left < 0:
+            del columns[name]
+            break
+        heads[name] = words
+    height = max(map(len, heads.values()), default=1)
+    lines = []
+    for i in range(height):
+        cells = [("epoch" if i == height - 1 else "").rjust(first)]
+        for name, words in heads.items():
+            above = height - len(words)
+            cells.append((words[i - above] if i >= above else "").rjust(columns[name]))
+        lines.append("  ".join(cells))
+    return columns, lines
+
+
+def short_number(value: float, width: int) -> str:
+    """Return a number with as many digits, at most four, as fit, right-justified.
+
+    >>> short_number(0.00012345, 8), short_number(1.2345e-07, 8)
+    ('0.000123', '1.23e-07')
+    """
+    texts = [f"{value:.{digits}g}" for digits in (4, 3, 2, 1)]
+    return next((text for text in texts if len(text) <= width), texts[-1]).rjust(width)

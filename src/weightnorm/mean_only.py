@@ -13,26 +13,39 @@ output_sums.py): the layer runs once, with b − μ as its bias, and its outputs
 from __future__ import annotations
 
 import copy
-import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from inspect import cleandoc
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from weightnorm import layers
 from weightnorm._distributed import Group, mean_over_ranks
 from weightnorm._dtensor import is_sharded
-from weightnorm._kernels import no_autocast
+from weightnorm._kernels import is_eager, no_autocast
 from weightnorm._torch_private import (
     BatchNormBase,
     current_graph_task_id,
     has_any_global_hook,
 )
 from weightnorm._units import wide_dtype
-from weightnorm.output_sums import Axis, output_axes, sum_outputs
+from weightnorm.output_sums import output_axes, output_count, sum_outputs
+
+
+class _GroupReference:
+    """A weak reference to a process group. A copy refers to the same group, a pickle to none."""
+
+    def __init__(self, group: Group) -> None:
+        self.get: Callable[[], Group] = (lambda: None) if group is None else weakref.ref(group)
+
+    def __deepcopy__(self, memo: object) -> _GroupReference:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _GroupReference, (None,)
 
 
 class _MeanOnlyBatchNorm(nn.Module):
@@ -45,7 +58,8 @@ class _MeanOnlyBatchNorm(nn.Module):
         track_running_stats: keep the running mean for evaluation; without it the batch's own mean
             is used there too.
         group: take the mean over all ranks of this process group. The layer does not keep it alive:
-            a group that outlives the interpreter aborts the process.
+            a group that outlives the interpreter aborts the process. Groups cannot be pickled: set
+            `group` again to train a pickled layer.
     """
 
     dims: tuple[int, ...]
@@ -65,13 +79,8 @@ class _MeanOnlyBatchNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(num_features, int):
-            raise TypeError(
-                f"num_features must be a number; got {type(num_features).__name__}: to centre the "
-                "outputs of a layer use mean_only_batch_norm(layer)"
-            )
         self.num_features, self.momentum = num_features, momentum
-        self._group = None if group is None else weakref.ref(group)
+        self.group = group
         self.track_running_stats = track_running_stats
         b = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", b)
@@ -86,10 +95,17 @@ class _MeanOnlyBatchNorm(nn.Module):
         """The process group of the mean, or None."""
         if self._group is None:
             return None
-        group = self._group()
+        group = self._group.get()
         if group is None:
-            raise RuntimeError(f"the process group of {type(self).__name__} was destroyed")
+            raise RuntimeError(
+                f"the process group of {type(self).__name__} was destroyed, or not pickled with it;"
+                " set `group` to a new one, or to None"
+            )
         return group
+
+    @group.setter
+    def group(self, group: Group) -> None:
+        self._group = None if group is None else _GroupReference(group)
 
     def forward(self, t: Tensor) -> Tensor:
         if t.ndim not in self.dims or t.shape[1] != self.num_features:
@@ -100,36 +116,26 @@ class _MeanOnlyBatchNorm(nn.Module):
             )
         mean = self.running_mean
         if mean is None or self.training:
-            mean = self.observe(*sum_and_count(t, 1))
+            mean = self.batch_mean(*_sum_and_count(t, 1))
+            self.update(mean, t.numel())
         shift = -mean if self.bias is None else self.bias - mean
         return t + shift.to(t.dtype).view(-1, *[1] * (t.ndim - 2))
-
-    def observe(self, total: Tensor, count: int) -> Tensor:
-        """Return the batch mean, from its sum and count on all ranks; update the running mean."""
-        mean = self.batch_mean(total, count)
-        self.update(mean, count)
-        return mean
 
     def batch_mean(self, total: Tensor, count: int) -> Tensor:
         """Return the batch mean, from its sum and count on all ranks."""
         return mean_over_ranks(total, count, self.group)
 
     def update(self, mean: Tensor, count: int) -> None:
-        """Update the running mean by a batch's, in training mode."""
-        is_empty = self.group is None and not count
-        if (
-            self.training
-            and self.running_mean is not None
-            and not is_empty  # it has no mean
-            and not _is_recomputed()
-        ):
-            assert self.num_batches_tracked is not None
-            self.num_batches_tracked += 1
-            new: Any = self.momentum
-            if new is None:  # in tensors: reading the count would wait for the device
-                new = self.num_batches_tracked.to(mean.dtype).reciprocal()
-                new = new.to(self.running_mean.dtype)
-            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), new)
+        """Update the running mean by that of a batch, in training mode."""
+        is_empty = self.group is None and not count  # it has no mean
+        if not self.training or self.running_mean is None or is_empty or _is_recomputed():
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        new: Any = self.momentum
+        if new is None:  # in tensors: reading the count would wait for the device
+            new = self.num_batches_tracked.to(mean.dtype).reciprocal().to(self.running_mean.dtype)
+        self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), new)
 
     def reset_running_stats(self) -> None:
         """Forget every batch."""
@@ -203,33 +209,37 @@ class Centered(nn.Module):
         _check_batched(layer, x)
         weight: Any = layer.weight
         mean = None if norm.training else norm.running_mean
-        if mean is None:
-            axes = output_axes(layer, x.shape)
-            if axes is None or not _input_is_smaller(layer, x, axes):
-                # Without b: its gradient through the layer would be 0.
-                t = layers.linear_map(layer, x, weight=weight, bias=None)
-                return self._center_outputs(t, None, in_place=True)
-            with no_autocast(x):
-                total = sum_outputs(layer, x, weight, axes)
-            count = _output_count(layer, x, axes)
-            mean = norm.batch_mean(total, count)
-            t = layers.linear_map(layer, x, weight=weight, bias=self._shift(mean))
-            norm.update(mean, count)  # last: a batch that raises an error does not count
-            return t
-        return layers.linear_map(layer, x, weight=weight, bias=self._shift(mean))
+        if mean is not None:
+            return layers.linear_map(layer, x, weight=weight, bias=self._shift(mean))
+        axes = output_axes(layer, x.shape)
+        count = 0 if axes is None else output_count(layer, x.shape, axes)
+        # Reading the input costs less than reading the output: from the input it is read once, its
+        # gradient read and written; from the output it is read twice and written, its gradient read
+        # twice and a centred copy written.
+        if axes is None or x.numel() > 2 * unit_count(layer) * count:
+            # Without b: its gradient through the layer would be 0.
+            t = layers.linear_map(layer, x, weight=weight, bias=None)
+            return self._center_outputs(t, None)
+        with no_autocast(x):
+            total = sum_outputs(layer, x, weight, axes)
+        mean = norm.batch_mean(total, count)
+        t = layers.linear_map(layer, x, weight=weight, bias=self._shift(mean))
+        norm.update(mean, count)  # last: a batch that raises an error does not count
+        return t
 
-    def _center_outputs(self, t: Tensor, added: Tensor | None, *, in_place: bool = False) -> Tensor:
-        """t̃ from outputs t to which the layer has `added` b, or not."""
+    def _center_outputs(self, t: Tensor, added: Tensor | None) -> Tensor:
+        """Return t̃ from outputs t to which the layer has `added` b; without b, t is ours."""
         norm, units = self.norm, 1 if isinstance(self.layer, layers.Conv) else t.ndim - 1
-        if isinstance(self.layer, layers.Conv):
-            _check_batched(self.layer, t)
+        _check_batched(self.layer, t)
         mean = None if norm.training else norm.running_mean
         if mean is None:
-            total, count = sum_and_count(t, units)
-            mean = norm.observe(total if added is None else total - count * added, count)
+            total, count = _sum_and_count(t, units)
+            mean = norm.batch_mean(total if added is None else total - count * added, count)
+            norm.update(mean, count)
         shift = self._shift(mean) if added is None else -mean
         shift = shift.to(t.dtype).view(-1, *[1] * (t.ndim - 1 - units))
-        return t.add_(shift) if in_place else t + shift  # in place is twice as fast
+        # In place is twice as fast; under vmap the shift may have an axis that t has not.
+        return t.add_(shift) if added is None and is_eager(t) else t + shift
 
     def _shift(self, mean: Tensor) -> Tensor:
         """b − μ."""
@@ -299,14 +309,15 @@ def update_running_means(
             norm.momentum = momentum
 
 
-def sum_and_count(t: Tensor, axis: int) -> tuple[Tensor, int]:
-    """Sum of each feature over every other axis, in float32 or wider, and over how many."""
+def _sum_and_count(t: Tensor, axis: int) -> tuple[Tensor, int]:
+    """Return the sum of each feature over every other axis, in float32 or wider, and how many
+    numbers it is over."""
     axes = [d for d in range(t.ndim) if d != axis]
     return t.sum(axes, dtype=wide_dtype(t.dtype)), t.numel() // max(t.shape[axis], 1)
 
 
 def norm_rank(layer: nn.Module) -> int:
-    """Which of the norms, 1d, 2d or 3d, fits behind this layer."""
+    """Return which of the norms, 1d, 2d or 3d, fits behind this layer."""
     if isinstance(layer, (nn.Linear, nn.Bilinear)):
         return 1
     if isinstance(layer, layers.Conv):
@@ -318,18 +329,15 @@ def norm_rank(layer: nn.Module) -> int:
 
 
 def unit_count(layer: nn.Module) -> int:
-    """How many output units a linear, bilinear or convolutional layer has."""
+    """Return the number of output units of a linear, bilinear or convolutional layer."""
     units: Any = layer.out_channels if isinstance(layer, layers.Conv) else layer.out_features
     return int(units)
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether calling this layer applies torch's own linear map and nothing else: no forward of a
-    subclass, no hook."""
+    """Return whether calling this layer applies torch's own linear map and nothing else."""
     return (
-        isinstance(layer, (nn.Linear, layers.Conv))
-        and type(layer).forward.__module__ in _TORCH_MODULES
-        and _conv_forward(layer) in _TORCH_CONVS
+        type_before_parametrizations(layer) in _PLAIN_LAYERS
         and "forward" not in layer.__dict__
         and "_conv_forward" not in layer.__dict__
         and not layer._forward_pre_hooks
@@ -340,22 +348,16 @@ def _is_plain(layer: nn.Module) -> bool:
     )
 
 
-def _conv_forward(layer: nn.Module) -> object:
-    """The method in which a subclass may change a convolution's weight."""
-    return getattr(type(layer), "_conv_forward", None)
-
-
-_TORCH_MODULES = (nn.Linear.__module__, nn.Conv2d.__module__)
-_TORCH_CONVS = (
-    None,  # linear layers and transposed convolutions have none
-    nn.Conv1d._conv_forward,
-    nn.Conv2d._conv_forward,
-    nn.Conv3d._conv_forward,
-)
+_PLAIN_LAYERS = {
+    nn.Linear,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+}  # fmt: skip
+"""Subclasses may have a forward of their own."""
 
 
 def _check_batched(layer: nn.Module, x: Tensor) -> None:
-    """A convolution's input or output needs a batch axis: torch accepts one without."""
+    """Check that the input or output of a convolution has a batch axis: torch needs none."""
     if isinstance(layer, layers.Conv) and x.ndim != (batched := len(layer.kernel_size) + 2):
         raise ValueError(
             f"mean-only batch norm needs a batch: expected {batched} dimensions, got shape "
@@ -363,22 +365,6 @@ def _check_batched(layer: nn.Module, x: Tensor) -> None:
         )
 
 
-def _output_count(layer: nn.Module, x: Tensor, axes: list[Axis]) -> int:
-    """Outputs per unit: examples times output positions."""
-    if not isinstance(layer, layers.Conv):
-        return x.numel() // max(x.shape[-1], 1)
-    return x.shape[0] * math.prod([axis.out for axis in axes])
-
-
-def _input_is_smaller(layer: nn.Module, x: Tensor, axes: list[Axis]) -> bool:
-    """Whether reading the input costs less than reading the output.
-
-    From the input: it is read once, its gradient is read and written. From the output: it is read
-    twice and written, its gradient is read twice and a centred copy written.
-    """
-    return x.numel() <= 2 * unit_count(layer) * _output_count(layer, x, axes)
-
-
 def _is_recomputed() -> bool:
-    """Whether activation checkpointing repeats a forward pass, inside the backward pass."""
+    """Return whether activation checkpointing repeats a forward pass, inside the backward pass."""
     return not torch.compiler.is_compiling() and current_graph_task_id() >= 0

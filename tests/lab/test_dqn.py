@@ -1,21 +1,24 @@
 """DQN: a game whose optimal values are known, each part of the algorithm, and its settings."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from weightnorm import WeightNormOptimizer, parts, remove_weight_norm, weight_norm_model
+from weightnorm import (
+    Parameterization,
+    WeightNormOptimizer,
+    parts,
+    remove_weight_norm,
+    weight_norm_model,
+)
 from weightnorm.lab import dqn
 from weightnorm.lab.atari import Step
-from weightnorm.lab.config import folder
-from weightnorm.lab.dqn import Agent, Player, epsilon, epsilon_greedy, td_targets
+from weightnorm.lab.dqn import Agent, Player, QNetwork, epsilon, epsilon_greedy, td_targets
 from weightnorm.lab.errors import ConfigError, DataError, Diverged
-from weightnorm.lab.replay_buffer import ReplayBuffer, Transitions
+from weightnorm.lab.replay_buffer import ReplayBuffer
 
 SIDE = 36
 ALL = pytest.mark.parametrize("how", dqn.Config.COMPARED)
@@ -55,8 +58,44 @@ class Corridor:
         self.cell = state["cell"]
 
 
+class Lives(Corridor):
+    """The third step loses a life, the sixth ends the game; each step has reward −5. A frame is the
+    number of the step, 255 at the start."""
+
+    def reset(self):
+        self.count = 0
+        return np.full(self.shape, 255, np.uint8)
+
+    def step(self, action):
+        self.count += 1
+        frame = np.full(self.shape, self.count, np.uint8)
+        return Step(frame, -5.0, life_lost=self.count == 3, over=self.count == 6)
+
+
+class Counting(Corridor):
+    """Every step ends the game; its reward is the number of steps so far."""
+
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        return super().step(action)._replace(reward=float(self.steps), over=True)
+
+
+class Failing(Corridor):
+    """Raises after 120 steps."""
+
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps > 120:
+            raise RuntimeError("power failure")
+        return super().step(action)
+
+
 VALUES = {1: 0.81, 2: 0.9, 3: 1.0}
-"""Values of the cells, with rewards clipped at 1 and γ = 0.9."""
+"""Values of the corridor's cells, with rewards clipped at 1 and γ = 0.9."""
 
 
 def cells(states):
@@ -76,14 +115,10 @@ def config(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "precision", "error"),
-    [
-        ("standard", "float32", 0.03),
-        ("weight-norm", "float32", 0.03),
-        ("weight-norm", "bfloat16", 0.1),
-    ],
+    [("standard", "float32", 0.03), ("weight-norm", "bfloat16", 0.1)],
 )
 def test_corridor_is_solved_optimally(config, how, precision, error):
-    how = dqn.Parameterization(how)
+    how = Parameterization(how)
     record = dqn.run(replace(config, parameterization=how, precision=precision), game=Corridor)
     assert record.result["score"] == record.result["best_score"] == 10
     assert record.metrics[-1]["games"] == 30  # two steps each
@@ -91,74 +126,76 @@ def test_corridor_is_solved_optimally(config, how, precision, error):
     state = torch.load(record.folder / "checkpoint.pt", weights_only=True)
     valued = [VALUES[cell] for cell in cells(state["states"]["baseline"]["states"])]
     assert record.result["mean_q"] == pytest.approx(np.mean(valued), abs=error)
-    assert not (record.folder / "replay.bin").exists()
     with np.load(record.folder / "game.npz") as kept:
         assert kept["frames"].shape == (3, SIDE, SIDE, 3)
 
+    assert not list(record.folder.glob("replay*"))
+    (record.folder / "replay.bin").write_bytes(b"left by a kill between finish and delete")
+    assert dqn.run(replace(config, parameterization=how, precision=precision)) == record
+    assert not list(record.folder.glob("replay*"))
+
+
+# — the network —
+
+
+def test_layers_are_those_of_mnih_et_al():
+    model, shapes = QNetwork(6), []
+    sizes = [sum(p.numel() for p in m.parameters()) for m in model if list(m.parameters())]
+    convolutions = [32 * (4 * 64 + 1), 64 * (32 * 16 + 1), 64 * (64 * 9 + 1)]
+    assert sizes == [*convolutions, 512 * (3136 + 1), 6 * (512 + 1)]
+    for module in model:
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            module.register_forward_hook(lambda m, i, o: shapes.append(tuple(o.shape[1:])))
+    model(torch.zeros(1, 4, 84, 84, dtype=torch.uint8))
+    assert shapes == [(32, 20, 20), (64, 9, 9), (64, 7, 7), (512,), (6,)]
+    half = [m.weight for m in QNetwork(18, width=0.5).modules() if hasattr(m, "weight")]
+    assert [len(weight) for weight in half] == [16, 32, 32, 256, 18]
+
+
+@ALL
+def test_network_reads_pixels_over_255_in_channels_last(how):
+    model = QNetwork(3, (SIDE, SIDE), how=how, width=0.125)
+    x = torch.randint(0, 256, (5, 4, SIDE, SIDE), dtype=torch.uint8)
+    before, expected = x.clone(), x.float() / 255
+    for layer in list(model)[1:]:
+        expected = layer(expected)
+    torch.testing.assert_close(model(x), expected)
+    assert torch.equal(x, before)
+    expected.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
+    assert all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
+
+
+# — the agent —
+
 
 def agent_of(config, how="standard"):
-    how = dqn.Parameterization(how)
+    how = Parameterization(how)
     return Agent(replace(config, parameterization=how), Corridor(), torch.device("cpu"))
 
 
-def replay_of(path, actions):
-    """A replay buffer with the transitions of these actions in the corridor."""
-    player, replay = Player(Corridor()), ReplayBuffer(path, 100, (SIDE, SIDE))
-    replay.append_frame(player.reset())
-    for action in actions:
-        step = player.step(action)
-        replay.append_transition(action, min(max(step.reward, -1), 1), step.over or step.life_lost)
-        replay.append_frame(step.frame)
+@pytest.fixture
+def replay(tmp_path):
+    """A replay buffer with transitions in the corridor."""
+    game, replay = Corridor(), ReplayBuffer(tmp_path / "ring", 100, (SIDE, SIDE))
+    replay.start(game.reset())
+    for action in [1, 1, 0, 0, 1, 0, 1, 1] * 10:
+        step = game.step(action)
+        next_frame = game.reset() if step.over else step.frame
+        replay.append(action, min(step.reward, 1), step.over, next_frame)
     return replay
 
 
-def test_td_targets_by_hand(tmp_path):
-    """right, right, left, left: the targets of the two terminal transitions are their rewards."""
-    replay = replay_of(tmp_path / "ring", [1, 1, 0, 0])
+def test_td_targets_by_hand(replay):
+    """The targets of the two terminal transitions are their rewards."""
     value_of_cell = torch.tensor([0.0, 5.0, 6.0, 7.0, 0.0])
     batch = replay.sample(200)
     next_q = torch.stack([value_of_cell[cells(batch.next_states)] - 1] * 2, 1)
     next_q[:, 1] += 1
     targets = td_targets(batch.rewards, batch.terminal, next_q, 0.5)
     walked = zip(cells(batch.states), batch.actions.tolist(), targets.tolist(), strict=True)
-    assert set(walked) == {(2, 1, 3.5), (3, 1, 1.0), (2, 0, 2.5), (1, 0, 0.25)}
-
-
-@ALL
-def test_update_is_an_adamax_step_on_the_summed_huber_loss(config, tmp_path, how):
-    agent = agent_of(config, how)
-    replay = replay_of(tmp_path / "ring", [1, 1, 0, 0, 1, 0, 1, 1] * 5)
-    agent.initialize(replay.sample(40).states.clone())
-    batch = replay.sample(16)
-    model = agent.model
-    copy = module_form(agent)
-    with torch.no_grad():
-        targets = (
-            batch.rewards + 0.9 * (1 - batch.terminal) * agent.target(batch.next_states).max(1)[0]
-        )
-    errors = copy(batch.states)[range(16), batch.actions] - targets
-    small = errors.abs() < 1
-    assert 0 < small.sum() < 16  # on both sides of the threshold
-    expected = torch.where(small, errors**2 / 2, errors.abs() - 0.5).sum()
-    optimizer = torch.optim.Adamax(copy.parameters(), lr=0.003, betas=(0.5, 0.999))
-    expected.backward()
-    optimizer.step()
-    assert agent.update(batch).item() == pytest.approx(expected.item(), rel=1e-5)
-    remove_weight_norm(copy)
-    theirs = dict(copy.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, theirs[name])
-
-
-def test_bfloat16_updates_are_those_of_float32_but_for_rounding(config, tmp_path):
-    replay = replay_of(tmp_path / "ring", [1, 1, 0, 0, 1, 0, 1, 1] * 5)
-    batch, losses = replay.sample(16), {}
-    for precision in ("float32", "bfloat16"):
-        torch.manual_seed(0)
-        losses[precision] = agent_of(replace(config, precision=precision)).update(batch)
-    assert losses["bfloat16"].dtype is torch.float32
-    assert losses["bfloat16"] != losses["float32"]
-    torch.testing.assert_close(losses["bfloat16"], losses["float32"], rtol=0.02, atol=0.02)
+    assert set(walked) == {(2, 1, 3.5), (3, 1, 1.0), (3, 0, 3.0), (2, 0, 2.5), (1, 0, 0.25)}
 
 
 def module_form(agent):
@@ -175,66 +212,76 @@ def module_form(agent):
 
 
 @ALL
-def test_actor_follows_every_update_and_target_only_its_own(config, tmp_path, how):
+def test_update_is_an_adamax_step_on_the_summed_huber_loss(config, replay, how):
     agent = agent_of(config, how)
-    replay = replay_of(tmp_path / "ring", [0, 1, 1, 0] * 20)
     agent.initialize(replay.sample(40).states.clone())
-    for _ in range(3):
-        agent.update(replay.sample(16))
-    states = replay.sample(10).states
-    expected = agent.model.eval()(states).detach()
-    agent.model.train()
-    torch.testing.assert_close(agent.actor(states).detach(), expected)  # updated by every update
-    assert not torch.allclose(agent.target(states), expected)  # updated by update_target only
-    agent.update_target()
-    torch.testing.assert_close(agent.target(states), expected)
-    copies = [agent.target] if agent.actor is agent.model else [agent.target, agent.actor]
-    assert len(copies) == 1 + (how is dqn.Parameterization.BATCH_NORM)
-    for copy in copies:
-        assert not any(p.requires_grad for p in copy.parameters())
-        assert not copy.training
-    trained = [b for b in agent.model.buffers() if b.is_floating_point()]
-    copied = [b for b in agent.target.buffers() if b.is_floating_point()]
-    assert len(trained) == (8 if how is dqn.Parameterization.BATCH_NORM else 0)
-    assert all(map(torch.equal, trained, copied))
+    batch, copy = replay.sample(16), module_form(agent)
+    with torch.no_grad():
+        next_q = agent.target(batch.next_states).max(1)[0]
+        targets = batch.rewards + 0.9 * (1 - batch.terminal) * next_q
+    errors = copy(batch.states)[range(16), batch.actions] - targets
+    small = errors.abs() < 1
+    assert 0 < small.sum() < 16  # on both sides of the threshold
+    expected = torch.where(small, errors**2 / 2, errors.abs() - 0.5).sum()
+    optimizer = torch.optim.Adamax(copy.parameters(), lr=0.003, betas=(0.5, 0.999))
+    expected.backward()
+    optimizer.step()
+    assert agent.update(batch).item() == pytest.approx(expected.item(), rel=1e-5)
+    remove_weight_norm(copy)
+    torch.testing.assert_close(dict(agent.model.named_parameters()), dict(copy.named_parameters()))
+
+
+def test_bfloat16_updates_are_those_of_float32_but_for_rounding(config, replay):
+    batch, losses = replay.sample(16), {}
+    for precision in ("float32", "bfloat16"):
+        torch.manual_seed(0)
+        losses[precision] = agent_of(replace(config, precision=precision)).update(batch)
+    assert losses["bfloat16"].dtype is torch.float32
+    assert losses["bfloat16"] != losses["float32"]
+    torch.testing.assert_close(losses["bfloat16"], losses["float32"], rtol=0.02, atol=0.02)
 
 
 @ALL
-@pytest.mark.parametrize("std", [1.0, 0.01])
-def test_initial_action_values_have_the_configured_std(config, tmp_path, how, std):
-    agent, seen = agent_of(replace(config, value_std=std), how), []
-    states = replay_of(tmp_path / "ring", [0, 1, 1, 0, 1, 0, 0] * 12).sample(50).states.clone()
+def test_actor_follows_every_update_and_target_only_its_own(config, replay, how):
+    agent, states = agent_of(config, how), replay.sample(40).states.clone()
     agent.initialize(states)
-    assert isinstance(agent.model[-1], nn.Linear)  # values are not normalized
-    agent.model[-1].register_forward_hook(lambda m, i, o: seen.append(o))
-    agent.model(states)
-    assert seen[0].mean(0).abs().max() < 1e-3 * std
-    torch.testing.assert_close(
-        seen[0].std(0, correction=0), torch.full((2,), std), atol=0, rtol=1e-3
-    )
+    copies = [agent.target] if agent.actor is agent.model else [agent.target, agent.actor]
+    assert len(copies) == 1 + (how is Parameterization.BATCH_NORM)
+    for copy in copies:  # batch norm's running variance is the unbiased one
+        torch.testing.assert_close(copy(states), agent.model(states), rtol=0.05, atol=0.05)
+        assert not any(p.requires_grad for p in copy.parameters())
+        assert not copy.training
+    for _ in range(3):
+        agent.update(replay.sample(16))
+    expected = agent.model.eval()(states).detach()
+    agent.model.train()
+    torch.testing.assert_close(agent.actor(states).detach(), expected)
+    assert not torch.allclose(agent.target(states), expected)
+    agent.update_target()
+    torch.testing.assert_close(agent.target(states), expected)
 
 
-def test_initialization_changes_g_and_leaves_v_as_drawn(config, tmp_path):
-    agent = agent_of(config, dqn.Parameterization.WEIGHT_NORM)
+@ALL
+def test_initial_action_values_have_the_configured_std(config, replay, how):
+    agent, states = agent_of(replace(config, value_std=0.01), how), replay.sample(50).states.clone()
+    agent.initialize(states)
+    values = agent.model(states)  # not normalized
+    assert values.mean(0).abs().max() < 1e-5
+    std = values.std(0, correction=0)
+    torch.testing.assert_close(std, torch.full((2,), 0.01), atol=0, rtol=1e-3)
+
+
+def test_initialization_changes_g_and_leaves_v_as_drawn(config, replay):
+    agent = agent_of(config, "weight-norm")
     drawn = {name: p.detach().clone() for name, p in agent.model.named_parameters()}
-    states = replay_of(tmp_path / "ring", [0, 1, 1, 0, 1, 0, 0] * 12).sample(50).states.clone()
-    agent.initialize(states)
+    agent.initialize(replay.sample(50).states.clone())
     assert len(agent.optimizer.parts()) == 5
     for name, (v, g) in agent.optimizer.parts().items():
         torch.testing.assert_close(v, drawn[name])
         assert not torch.allclose(g.flatten(), v.flatten(1).norm(dim=1))
 
 
-@ALL
-def test_all_copies_start_as_the_initialized_function(config, tmp_path, how):
-    agent = agent_of(replace(config, value_std=1.0), how)
-    states = replay_of(tmp_path / "ring", [0, 1, 1, 0, 1, 0, 0] * 12).sample(50).states.clone()
-    agent.initialize(states)
-    with torch.no_grad():
-        online = agent.model(states)
-        for copy in (agent.target, agent.actor):
-            # Batch norm's running variance is the unbiased one.
-            torch.testing.assert_close(copy(states), online, rtol=0.05, atol=0.05)
+# — the schedule —
 
 
 def test_schedule_of_updates_target_copies_and_epsilon(config, monkeypatch):
@@ -267,77 +314,15 @@ def test_schedule_of_updates_target_copies_and_epsilon(config, monkeypatch):
     monkeypatch.setattr(dqn, "ReplayBuffer", LoggedReplay)
     monkeypatch.setattr(dqn, "Agent", LoggedAgent)
     monkeypatch.setattr(dqn, "epsilon_greedy", logged_epsilon_greedy)
-    dqn.run(
-        replace(config, epochs=1, train_steps=40, replay_start=15, sync_every=10, epsilon_steps=10),
-        game=Corridor,
-    )
+    size = {"epochs": 1, "train_steps": 40, "replay_start": 15, "test_steps": 5}
+    dqn.run(replace(config, **size, sync_every=10, epsilon_steps=10), game=Corridor)
     assert initialized == [(15, 64)]
     assert updated == list(range(16, 41, 2))
     assert synced == [15, 20, 30, 40]
     assert epsilons[:16] == [1.0] * 16
     assert epsilons[16:26] == pytest.approx([0.91 - 0.09 * i for i in range(10)])
     assert epsilons[26:40] == pytest.approx([0.1] * 14)
-
-
-class Lives(Corridor):
-    """The third step loses a life, the sixth ends the game; each step has reward −5."""
-
-    def reset(self):
-        self.count = 0
-        return super().reset()
-
-    def step(self, action):
-        self.count += 1
-        frame = np.full(self.shape, self.count, np.uint8)
-        return Step(frame, -5.0, life_lost=self.count == 3, over=self.count == 6)
-
-
-def test_lost_life_is_terminal_in_training_only(config, monkeypatch):
-    kept = []
-    append_frame = ReplayBuffer.append_frame
-
-    def keep(self, frame):
-        kept[:] = [self]
-        append_frame(self, frame)
-
-    monkeypatch.setattr(ReplayBuffer, "append_frame", keep)
-    record = dqn.run(
-        replace(config, epochs=1, train_steps=36, replay_start=12, test_steps=20), game=Lives
-    )
-    (replay,) = kept
-    assert replay.terminal[:12].tolist() == [0, 0, 1, 0, 0, 1] * 2
-    assert set(replay.rewards[:12].tolist()) == {-1.0}  # clipped
-    assert record.metrics[0]["score"] == -30.0  # not clipped, and over all lives
-    assert record.metrics[0]["games"] == 3  # the fourth is not finished
-    assert record.result["random_score"] == -30.0
-
-
-def test_unfinished_game_is_scored_only_if_there_is_no_finished_one():
-    evaluator = dqn.Evaluator(Lives())
-    evaluator.start()
-    actor = nn.Sequential(nn.Flatten(), nn.Linear(4 * SIDE * SIDE, 2))
-    for _ in range(5):
-        evaluator.play_step(actor, 1.0)
-    assert (evaluator.games, evaluator.score) == (0, -25.0)
-    for _ in range(3):
-        evaluator.play_step(actor, 1.0)
-    assert (evaluator.games, evaluator.score) == (1, -30.0)
-    evaluator.start()
-    assert (evaluator.games, evaluator.score) == (0, 0.0)
-
-
-def test_evaluators_state_is_the_last_four_frames_of_the_game():
-    evaluator = dqn.Evaluator(Lives())
-    evaluator.start()
-    actor = nn.Sequential(nn.Flatten(), nn.Linear(4 * SIDE * SIDE, 2))
-    seen = [evaluator.frames[0, :, 0, 20].tolist()]
-    for _ in range(7):
-        evaluator.play_step(actor, 1.0)
-        seen.append(evaluator.frames[0, :, 0, 20].tolist())
-    assert seen[:6] == [
-        [0, 0, 0, 255], [0, 0, 255, 1], [0, 255, 1, 2], [255, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]
-    ]  # fmt: skip
-    assert seen[6:] == [[0, 0, 0, 255], [0, 0, 255, 1]]
+    assert epsilons[40:45] == [0.0] * 5  # of the evaluation
 
 
 def test_epsilon_falls_linearly():
@@ -348,39 +333,67 @@ def test_epsilon_falls_linearly():
 
 
 def test_epsilon_greedy_probabilities():
-    values = torch.tensor([[0.0, 3.0, 1.0]])
-    actor = nn.Linear(1, 3)
-    nn.init.zeros_(actor.weight)
+    actor, state = nn.Linear(1, 3), torch.zeros(1, 1)
     with torch.no_grad():
-        actor.bias.copy_(values[0])
-    state = lambda: torch.zeros(1, 1)  # noqa: E731
+        actor.bias.copy_(torch.tensor([0.0, 3.0, 1.0]))
     assert {epsilon_greedy(actor, state, 0.0, 3) for _ in range(20)} == {1}
     drawn = torch.bincount(torch.tensor([epsilon_greedy(actor, state, 0.5, 3) for _ in range(600)]))
     assert (drawn / 600).tolist() == pytest.approx([1 / 6, 4 / 6, 1 / 6], abs=0.06)
 
 
+# — episodes —
+
+
+def test_lost_life_is_terminal_in_training_only(config, monkeypatch):
+    kept, start = [], ReplayBuffer.start
+
+    def keep(self, frame):
+        kept.append(self)
+        start(self, frame)
+
+    monkeypatch.setattr(ReplayBuffer, "start", keep)
+    size = {"epochs": 1, "train_steps": 36, "replay_start": 12, "test_steps": 20}
+    record = dqn.run(replace(config, **size), game=Lives)
+    (replay,) = kept
+    assert replay.terminal[:12].tolist() == [0, 0, 1, 0, 0, 1] * 2
+    assert set(replay.rewards[:12].tolist()) == {-1.0}  # clipped
+    assert record.metrics[0]["score"] == -30.0  # not clipped, and over all lives
+    assert record.metrics[0]["games"] == 3  # the fourth is not finished
+    assert record.result["random_score"] == -30.0
+
+
+@pytest.mark.parametrize("lives_end", [True, False])
+def test_state_is_the_last_four_frames_of_an_episode(lives_end):
+    player = Player(Lives(), lives_end=lives_end)
+    player.start()
+    actor = nn.Sequential(nn.Flatten(), nn.Linear(4 * SIDE * SIDE, 2))
+    states, scores = [], []
+    for _ in range(8):
+        states.append(player.state[0, :, 0, 20].tolist())
+        scores.append((player.games, player.score))
+        player.play_step(actor, 1.0)
+    assert states[:3] == [[0, 0, 0, 255], [0, 0, 255, 1], [0, 255, 1, 2]]
+    after_a_life = [[0, 0, 0, 3], [0, 0, 3, 4], [0, 3, 4, 5]]
+    assert states[3:6] == (
+        after_a_life if lives_end else [[255, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]]
+    )
+    assert states[6:] == [[0, 0, 0, 255], [0, 0, 255, 1]]
+    assert scores[5:] == [(0, -25.0), (1, -30.0), (1, -30.0)]  # an unfinished game if there is none
+    player.start()
+    assert (player.games, player.score) == (0, 0.0)
+
+
+def test_scores_are_those_of_an_epochs_own_games(config):
+    config = replace(config, replay_start=10, train_steps=20, test_steps=5)
+    record = dqn.run(config, game=Counting)
+    assert record.result["random_score"] == 5.5  # steps 1 to 10
+    assert record.column("train_score") == [15.5, 30.5]  # 11 to 20, 21 to 40
+    assert record.column("score") == [3.0, 8.0]  # 1 to 5, 6 to 10 of the evaluator's game
+    assert record.column("games") == [5, 5]
+    assert record.column("epsilon") == pytest.approx([epsilon(config, 20), epsilon(config, 40)])
+
+
 # — the replay file —
-
-
-class Failing(Corridor):
-    """Raises after 120 steps."""
-
-    steps = 0
-
-    def step(self, action):
-        self.steps += 1
-        if self.steps > 120:
-            raise RuntimeError("power failure")
-        return super().step(action)
-
-
-def test_finished_run_deletes_a_leftover_replay_file(config):
-    config = replace(config, epochs=1, train_steps=40, replay_start=15, test_steps=10)
-    record = dqn.run(config, game=Corridor)
-    assert not list(record.folder.glob("replay*"))
-    (record.folder / "replay.bin").write_bytes(b"left by a kill between finish and delete")
-    assert dqn.run(config, game=Corridor).result == record.result
-    assert not list(record.folder.glob("replay*"))
 
 
 def test_diverged_run_deletes_the_replay_file(config):
@@ -392,22 +405,18 @@ def test_diverged_run_deletes_the_replay_file(config):
         assert not list(config.runs.rglob("replay*"))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "changed", "missing"])
-def test_damaged_replay_file_is_refused(config, damage):
+def test_damaged_or_missing_replay_file_is_refused(config):
     config = replace(config, checkpoint_seconds=0.0)
     with pytest.raises(RuntimeError, match="power failure"):
         dqn.run(config, game=Failing)
     (path,) = config.runs.rglob("replay.bin")
-    if damage == "missing":
-        path.unlink()
-    elif damage == "changed":
-        content = bytearray(path.read_bytes())
-        content[len(content) // 100] ^= 1  # among the first frames
-        path.write_bytes(content)
-    else:
-        os.truncate(path, 0 if damage == "empty" else 20_000)
-    message = "is missing" if damage == "missing" else "is damaged"
-    with pytest.raises(DataError, match=f"replay.bin {message}.*delete the run's folder"):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 100] ^= 1  # among the first frames
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"replay.bin is damaged.*delete the run's folder"):
+        dqn.run(config, game=Corridor)
+    path.unlink()
+    with pytest.raises(DataError, match=r"replay.bin is missing.*delete the run's folder"):
         dqn.run(config, game=Corridor)
 
 
@@ -432,66 +441,15 @@ def test_presets_have_the_papers_settings():
         assert tuple(chosen) == rates[name]
 
 
-def test_folder_names_the_game():
-    config = replace(dqn.PRESETS["cpu"], game="pong", seed=3)
-    where = folder("dqn", config, dqn.PRESETS)
-    assert where == Path("runs/dqn/cpu/pong/weight-norm/lr-0.001/seed-3")
-
-
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "message"),
     [
-        ("epochs", 0),
-        ("test_steps", 0),
-        ("width", 0.0),
-        ("batch_size", 1),
-        ("init_states", 1),
-        ("update_every", 0),
-        ("sync_every", 0),
-        ("discount", 1.5),
-        ("epsilon_end", -0.1),
-        ("test_epsilon", 2.0),
-        ("epsilon_steps", 0),
-        ("replay_start", 250_000),
-        ("replay_size", 1000),
-        ("parameterization", dqn.Parameterization.MEAN_ONLY_BATCH_NORM),
+        ("replay_start", 250_000, "replay-start is 250000; expected less than train-steps"),
+        ("replay_size", 1000, "replay-size is 1000; expected replay-start or more"),
+        ("game", "SpaceInvaders", "game is SpaceInvaders; expected one .*: .*space-invaders"),
+        ("game", "pang", "game is pang; expected one of ale-py's: .*pong"),
     ],
 )
-def test_out_of_range_values_are_refused(field, value):
-    with pytest.raises(ConfigError, match=rf"{field.replace('_', '-')} is {value}; expected"):
+def test_impossible_settings_are_refused(field, value, message):
+    with pytest.raises(ConfigError, match=message):
         replace(dqn.PAPER, **{field: value})
-
-
-@pytest.mark.parametrize(
-    ("game", "near"),
-    [("space-invader", "space-invaders"), ("SpaceInvaders", "space-invaders"), ("pang", "pong")],
-)
-def test_unknown_game_is_refused_with_the_nearest_names(game, near):
-    with pytest.raises(ConfigError, match=rf"game is {game}; expected one of ale-py's: .*{near}"):
-        replace(dqn.PAPER, game=game)
-
-
-def test_batches_move_to_a_device(tmp_path):
-    batch = replay_of(tmp_path / "ring", [1, 1]).sample(3).to(torch.device("meta"))
-    assert isinstance(batch, Transitions)
-    assert all(x.device.type == "meta" for x in vars(batch).values())
-
-
-class Counting(Corridor):
-    """Every step ends the game; its reward is the number of steps so far."""
-
-    steps = 0
-
-    def step(self, action):
-        self.steps += 1
-        return super().step(action)._replace(reward=float(self.steps), over=True)
-
-
-def test_scores_are_those_of_an_epochs_own_games(config):
-    config = replace(config, replay_start=10, train_steps=20, test_steps=5)
-    record = dqn.run(config, game=Counting)
-    assert record.result["random_score"] == 5.5  # steps 1 to 10
-    assert record.column("train_score") == [15.5, 30.5]  # 11 to 20, 21 to 40
-    assert record.column("score") == [3.0, 8.0]  # 1 to 5, 6 to 10 of the evaluator's game
-    assert record.column("games") == [5, 5]
-    assert record.column("epsilon") == pytest.approx([epsilon(config, 20), epsilon(config, 40)])

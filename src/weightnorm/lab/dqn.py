@@ -60,6 +60,10 @@ RECORDED_STEPS = 150
 class Config(RunConfig):
     """Train a deep Q-network on an Atari game."""
 
+    # Batch size, optimizer and data-dependent initialization are the paper's (section 5.4); the
+    # number of initial states and the std of their values are ours; everything else is that of
+    # Mnih et al. (2015): DeepMind's code, and github.com/spragunr/deep_q_rl.
+
     game: str = "space-invaders"
     """Any single-player game of ale-py, such as breakout, enduro, seaquest or space-invaders."""
     epochs: Count = 200
@@ -234,7 +238,8 @@ def run(
             return record
         ranks = run.ranks.world
         require(ranks == 1, "ranks", ranks, "1: DQN is one process; run seeds with sweep --jobs")
-        player, evaluator = Player(game(config.game)), Evaluator(game(config.game))
+        player = Player(game(config.game), lives_end=True)
+        evaluator = Player(game(config.game), lives_end=False)
         shape, pin, baseline = player.game.shape, run.device.type == "cuda", InitialBaseline()
         replay = ReplayBuffer(path, config.replay_size, shape, pin=pin)
         agent = Agent(config, player.game, run.device)
@@ -243,7 +248,7 @@ def run(
         if run.restore(**states):
             agent.update_actor()
         else:
-            replay.append_frame(player.reset())
+            replay.start(player.start())
 
         for _ in run.epochs(config.epochs):
             for step in run.steps(config.train_steps + config.test_steps, replay.margin // 2):
@@ -303,7 +308,7 @@ class Agent:
         self.model = QNetwork(game.actions, game.shape, how=plain, width=config.width).to(device)
         self.target = frozen_copy(self.model)
         self.actor = frozen_copy(self.model) if how.uses_batch else self.model
-        options: dict[str, Any] = {"lr": config.rate, "betas": (0.5, 0.999)}
+        options: dict[str, Any] = {"lr": config.rate, "betas": (0.5, 0.999)}  # section 5.4
         self.optimizer: torch.optim.Optimizer
         if how.normalizes_weights:
             self.optimizer = WeightNormOptimizer(self.model, torch.optim.Adamax, **options)
@@ -371,13 +376,9 @@ def train_step(
     `record` gets the report of data-dependent initialization, before the first update.
     """
     config, loss = agent.config, None
-    action = epsilon_greedy(
-        agent.actor, replay.state, epsilon(config, replay.steps), player.game.actions
-    )
-    step = player.step(action)
+    action, step = player.play_step(agent.actor, epsilon(config, replay.steps))
     reward = min(max(step.reward, -1), 1)
-    replay.append_transition(action, reward, terminal=step.over or step.life_lost)
-    replay.append_frame(step.frame)
+    replay.append(action, reward, step.over or step.life_lost, step.frame)
     if replay.steps < config.replay_start:
         return None
     if replay.steps == config.replay_start:
@@ -407,17 +408,6 @@ def epsilon(config: Config, step: int) -> float:
     return 1 - (1 - config.epsilon_end) * min(max(fraction, 0.0), 1.0)
 
 
-@torch.no_grad()
-def epsilon_greedy(
-    actor: nn.Module, state: Callable[[], Tensor], epsilon: float, actions: int
-) -> int:
-    """Return a random action with probability ε, else the action of the highest value."""
-    if torch.rand(()).item() < epsilon:
-        return int(torch.randint(actions, ()))
-    device = next(actor.parameters()).device
-    return int(actor(state().to(device)).argmax())
-
-
 def frozen_copy(model: nn.Module) -> nn.Module:
     """Return a copy in evaluation mode that is not trained."""
     return deepcopy(model).eval().requires_grad_(False)
@@ -427,72 +417,72 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 
 class Player:
-    """Plays episodes one after the other and accumulates their returns."""
+    """Plays games one after the other, ε-greedily, and accumulates their returns.
 
-    def __init__(self, game: Game) -> None:
-        self.game = game
+    Args:
+        game: the environment.
+        lives_end: whether a lost life ends the episode, as in training: the state then has no
+            frames from before it. The game goes on in any case, and its return counts all lives.
+    """
+
+    def __init__(self, game: Game, *, lives_end: bool) -> None:
+        self.game, self.lives_end = game, lives_end
+        self.state = torch.zeros(1, HISTORY, *game.shape, dtype=torch.uint8)
+        """The last frames of the episode; those from before its first are zero."""
         self.total, self.games, self.current = 0.0, 0, 0.0
 
-    def reset(self) -> Pixels:
-        """Start a new episode and return its first frame."""
+    def start(self) -> Pixels:
+        """Start a new game, forget the score, and return the first frame."""
+        self.reset_score()
+        return self._show(self._reset(), first=True)
+
+    def play_step(self, actor: nn.Module, epsilon: float) -> tuple[int, Step]:
+        """Take a step and return its action. At the end of a game the frame is the first of the
+        next one."""
+        action = epsilon_greedy(actor, self.state, epsilon, self.game.actions)
+        step = self.game.step(action)
+        self.current += step.reward
+        if step.over:
+            self.total, self.games = self.total + self.current, self.games + 1
+            step = step._replace(frame=self._reset())
+        self._show(step.frame, first=step.over or (self.lives_end and step.life_lost))
+        return action, step
+
+    def _reset(self) -> Pixels:
         self.current = 0.0
         return self.game.reset()
 
-    def step(self, action: int) -> Step:
-        """Take an action. At the end of an episode the frame is the first of the next one."""
-        step = self.game.step(action)
-        self.current += step.reward
-        if not step.over:
-            return step
-        self.total += self.current
-        self.games += 1
-        return step._replace(frame=self.reset())
+    def _show(self, frame: Pixels, first: bool) -> Pixels:
+        earlier = torch.zeros_like(self.state) if first else self.state
+        self.state = torch.cat([earlier[:, 1:], torch.from_numpy(frame)[None, None]], 1)
+        return frame
 
     def reset_score(self) -> None:
-        """Forget the returns of the finished episodes."""
+        """Forget the returns of the finished games."""
         self.total, self.games = 0.0, 0
 
     @property
     def score(self) -> float:
-        """Mean return of the finished episodes; before the first has ended, its return so far."""
+        """Mean return of the finished games; before the first has ended, its return so far."""
         return self.total / self.games if self.games else self.current
 
     def state_dict(self) -> dict[str, Any]:
-        returns = {"total": self.total, "games": self.games, "current": self.current}
-        return {"game": self.game.state_dict(), **returns}
+        saved = ("state", "total", "games", "current")
+        return {"game": self.game.state_dict(), **{name: getattr(self, name) for name in saved}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.game.load_state_dict(state["game"])
-        self.total, self.games, self.current = state["total"], state["games"], state["current"]
+        self.state, self.total = state["state"], state["total"]
+        self.games, self.current = state["games"], state["current"]
 
 
-class Evaluator(Player):
-    """Plays whole games with a fixed policy: a lost life does not end an episode."""
-
-    def __init__(self, game: Game) -> None:
-        super().__init__(game)
-        self.frames = torch.zeros(1, HISTORY, *game.shape, dtype=torch.uint8)
-
-    def start(self) -> None:
-        """Start the first game of an evaluation."""
-        self.reset_score()
-        self._append_frame(self.reset(), first=True)
-
-    def play_step(self, actor: nn.Module, epsilon: float) -> None:
-        """Play one ε-greedy step."""
-        step = self.step(epsilon_greedy(actor, lambda: self.frames, epsilon, self.game.actions))
-        self._append_frame(step.frame, first=step.over)
-
-    def _append_frame(self, frame: Pixels, first: bool) -> None:
-        earlier = torch.zeros_like(self.frames) if first else self.frames
-        self.frames = torch.cat([earlier[:, 1:], torch.from_numpy(frame)[None, None]], 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "frames": self.frames}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.frames = state["frames"]
+@torch.no_grad()
+def epsilon_greedy(actor: nn.Module, state: Tensor, epsilon: float, actions: int) -> int:
+    """Return a random action with probability ε, else the action of the highest value."""
+    if torch.rand(()).item() < epsilon:
+        return int(torch.randint(actions, ()))
+    device = next(actor.parameters()).device
+    return int(actor(state.to(device)).argmax())
 
 
 class InitialBaseline:
@@ -512,7 +502,7 @@ class InitialBaseline:
         self.score, self.states = state["score"], state["states"]
 
 
-def record_episode(actor: nn.Module, evaluator: Evaluator, epsilon: float) -> Tensor:
+def record_episode(actor: nn.Module, evaluator: Player, epsilon: float) -> Tensor:
     """Return the screens of the first steps of a game: (steps, height, width, 3)."""
     evaluator.start()
     screens = [torch.from_numpy(evaluator.game.render())]

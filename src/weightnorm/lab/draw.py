@@ -47,6 +47,8 @@ SAMPLES, DRAWINGS = 100, 8
 class Config(RunConfig):
     """Train DRAW, a recurrent VAE with attention."""
 
+    # Defaults are the settings that the README of github.com/jbornschein/draw gives for MNIST.
+
     parameterization: Parameterization = Parameterization.WEIGHT_NORM
     """Only standard and weight-norm apply to this model."""
     data: Literal["binarized-mnist", "digits"] = "binarized-mnist"

@@ -8,10 +8,9 @@ Note [the margin]
     `margin`/2 steps nothing is lost, and a checkpoint contains no frames.
 
 Note [checksums]
-    Each slot has a CRC-32, computed from the data as it is appended. A checkpoint records one
-    number, the CRC-32 of the checksums of all slots that can still be sampled, so its cost does not
-    depend on the size of the frames. A resumed run computes the slots' checksums from the file once
-    and compares.
+    Each slot has a CRC-32, computed as it is written. A checkpoint records one number, the CRC-32
+    of the checksums of all slots that can still be sampled, so its cost does not depend on the size
+    of the frames. A resumed run computes the slots' checksums from the file once and compares.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -79,66 +78,59 @@ class ReplayBuffer:
         self.steps = 0
         """Transitions so far. Transition t is in slot t modulo `slots`, with the frame before it;
         the frame after the newest transition is already stored."""
-        column = (self.slots,)
         self._created = not path.exists()
-        self._arrays = _map_arrays(
-            path,
-            (column, np.float32),
-            ((*column, *shape), np.uint8),
-            (column, np.uint8),
-            (column, np.uint8),
-        )
+        n = self.slots
+        columns = ((n,), np.float32), ((n, *shape), np.uint8), ((n,), np.uint8), ((n,), np.uint8)
+        self._arrays = _map_arrays(path, *columns)
         self.rewards, self.frames, self.actions, self.terminal = map(torch.from_numpy, self._arrays)
         self._checksums = np.zeros(self.slots, np.uint32)
         self._sampled = torch.empty(0, dtype=torch.uint8)
 
-    def append_frame(self, frame: NDArray[np.uint8]) -> None:
-        """Store the first frame, or the frame that followed the newest transition."""
-        if not self.steps:
-            self.terminal.fill_(1)  # slots from before the first frame belong to no life
-        slot = self.steps % self.slots
-        self.frames[slot] = torch.from_numpy(frame)
-        self._checksums[slot] = crc32(frame.tobytes())
+    def start(self, frame: NDArray[np.uint8]) -> None:
+        """Store the first frame."""
+        self.terminal.fill_(1)  # slots from before the first frame belong to no life
+        self._store_frame(frame)
 
-    def append_transition(self, action: int, reward: float, terminal: bool) -> None:
-        """Store the action taken at the newest frame and its outcome."""
+    def append(
+        self, action: int, reward: float, terminal: bool, next_frame: NDArray[np.uint8]
+    ) -> None:
+        """Store the action taken at the newest frame, and its outcome."""
         slot = self.steps % self.slots
         self.actions[slot], self.rewards[slot], self.terminal[slot] = action, reward, terminal
-        self._checksums[slot] = crc32(_packed(reward, action, terminal), self._checksums[slot])
+        self._checksums[slot] = self._checksum_of(slot)
         self.steps += 1
+        self._store_frame(next_frame)
 
-    def state(self) -> Tensor:
-        """Return the state at the newest frame: (1, history, height, width)."""
-        out = torch.empty((1, self.history, *self.frames.shape[1:]), dtype=torch.uint8)
-        return self._stack_frames(torch.tensor([self.steps]), out)
+    def _store_frame(self, frame: NDArray[np.uint8]) -> None:
+        self.frames[self.steps % self.slots] = torch.from_numpy(frame)
 
     def sample(self, count: int) -> Transitions:
         """Sample transitions uniformly, with replacement."""
-        shape = (count, self.history + 1, *self.frames.shape[1:])
+        length, past = self.history + 1, self.history - 1
+        shape = (count, length, *self.frames.shape[1:])
         if self._sampled.shape != shape:
             self._sampled = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin)
         times = torch.randint(max(0, self.steps - self.capacity), self.steps, (count,))
-        frames, slots = self._stack_frames(times, self._sampled), times % self.slots
-        return Transitions(
-            frames[:, :-1],
-            self.actions[slots].long(),
-            self.rewards[slots],
-            self.terminal[slots].float(),
-            frames[:, 1:],
-        )
 
-    def _stack_frames(self, times: Tensor, out: Tensor) -> Tensor:
-        """Fill `out` (n, length, height, width) with consecutive frames, starting history − 1
-        before each time; frames from before its life are zero."""
-        past, length = self.history - 1, out.shape[1]
-        slots = (times[:, None] + torch.arange(-past, length - past)) % self.slots
-        frames, rows = self.frames.flatten(1), out.view(slots.numel(), -1)
-        torch.index_select(frames, 0, slots.flatten(), out=rows)
+        # Frames from `past` before each time to one after it.
+        slots = (times[:, None] + torch.arange(-past, 2)) % self.slots
+        rows = self._sampled.view(count * length, -1)
+        torch.index_select(self.frames.flatten(1), 0, slots.flatten(), out=rows)
         ends = self.terminal[slots[:, :past]]
         earlier = ends.flip(1).cummax(1).values.flip(1)  # a life ended there or later
         which, frame = earlier.nonzero(as_tuple=True)
         rows.index_fill_(0, which * length + frame, 0)
-        return out
+
+        now = slots[:, past]
+        return Transitions(
+            self._sampled[:, :-1],
+            self.actions[now].long(),
+            self.rewards[now],
+            self.terminal[now].float(),
+            self._sampled[:, 1:],
+        )
+
+    # — resuming —
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and a checksum of the file, whose data is synced to disk first."""
@@ -158,14 +150,9 @@ class ReplayBuffer:
             raise DataError(f"{self.path} is missing; {way_out}")
         self.steps = state["steps"]
         first = self._first_needed()
-        self.terminal[np.arange(min(first, 0), 0) % self.slots] = 1  # see append_frame
-        rewards, frames, actions, terminal = self._arrays
-        for time in range(max(first, 0), self.steps + 1):
-            slot = time % self.slots
-            self._checksums[slot] = crc32(frames[slot].tobytes())
-            if time < self.steps:
-                transition = _packed(rewards[slot], actions[slot], terminal[slot])
-                self._checksums[slot] = crc32(transition, self._checksums[slot])
+        self.terminal[np.arange(min(first, 0), 0) % self.slots] = 1  # see `start`
+        for time in range(max(first, 0), self.steps):
+            self._checksums[time % self.slots] = self._checksum_of(time % self.slots)
         if self._checksum() != state["checksum"]:
             raise DataError(
                 f"{self.path} is damaged: its frames are not those of the checkpoint at step "
@@ -177,47 +164,43 @@ class ReplayBuffer:
         return max(0, self.steps - self.capacity) - (self.history - 1)
 
     def _checksum(self) -> int:
-        times = np.arange(max(self._first_needed(), 0), self.steps + 1)
-        return crc32(self._checksums[times % self.slots].tobytes())
+        """See Note [checksums]. The newest slot has a frame and no transition yet."""
+        times = np.arange(max(self._first_needed(), 0), self.steps)
+        _, frames, _, _ = self._arrays
+        newest = crc32(frames[self.steps % self.slots].tobytes())
+        return crc32(self._checksums[times % self.slots].tobytes(), newest)
 
-
-def _packed(reward: float, action: int, terminal: bool) -> bytes:
-    """Return the bytes of a transition that its checksum covers.
-
-    >>> len(_packed(1.0, 3, False))
-    6
-    """
-    return struct.pack("<fBB", reward, action, terminal)
+    def _checksum_of(self, slot: int) -> int:
+        """Return the checksum of a slot's frame and transition."""
+        reward, frame, action, terminal = (array[slot] for array in self._arrays)
+        return crc32(struct.pack("<fBB", reward, action, terminal), crc32(frame.tobytes()))
 
 
 MappedArray = np.memmap[Any, np.dtype[Any]]
 
 
-def allocate(file: IO[bytes], size: int) -> None:
-    """Extend a file, opened to append, to `size` bytes. Raises OSError if the disk is full."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-    else:  # macOS and Windows
-        while (left := size - file.tell()) > 0:
-            file.write(bytes(min(left, 1 << 20)))
-
-
 def _map_arrays(path: Path, *columns: tuple[tuple[int, ...], type]) -> list[MappedArray]:
-    """Map arrays of these shapes and types, one after the other in a file.
-
-    Disk space is allocated here, so that a full disk raises OSError; a later write to the mapping
-    would end the process with SIGBUS.
-    """
+    """Map arrays of these shapes and types, one after the other in a file."""
     sizes = [prod(shape) * np.dtype(kind).itemsize for shape, kind in columns]
-    with path.open("ab") as file:
-        if file.tell() < sum(sizes):
-            try:
-                allocate(file, sum(sizes))
-            except OSError:
-                path.unlink()
-                raise
+    _allocate(path, sum(sizes))
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [
         np.memmap(path, kind, "r+", start, shape)
         for start, (shape, kind) in zip(starts, columns, strict=True)
     ]
+
+
+def _allocate(path: Path, size: int) -> None:
+    """Extend a file to `size` bytes on disk. Raises OSError if the disk is full; otherwise a later
+    write to the mapping would end the process with SIGBUS."""
+    try:
+        with path.open("ab") as file:
+            missing = size - file.tell()
+            if missing > 0 and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:  # macOS and Windows
+                for start in range(0, missing, 2**20):
+                    file.write(bytes(min(2**20, missing - start)))
+    except OSError:
+        path.unlink()
+        raise

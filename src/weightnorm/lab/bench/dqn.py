@@ -87,11 +87,11 @@ def _call(pool: ProcessPoolExecutor) -> None:
 
 def learner(config: Config, kind: type[Agent], steps: int) -> Step:
     """An agent past its first replay_start steps; a call trains for `steps` steps."""
-    player, baseline = Player(Atari(config.game)), InitialBaseline()
+    player, baseline = Player(Atari(config.game), lives_end=True), InitialBaseline()
     agent = kind(config, player.game, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:  # the file is deleted, its memory map remains
         replay = ReplayBuffer(Path(folder, "replay.bin"), config.replay_size, player.game.shape)
-    replay.append_frame(player.reset())
+    replay.start(player.start())
 
     def play(count: int) -> None:
         for _ in range(count):

@@ -162,11 +162,11 @@ def random_play(path: Path, steps: int) -> ReplayBuffer:
     """Fill a replay buffer with transitions of random actions."""
     game = Atari(GAME)
     replay = ReplayBuffer(path, steps, game.shape, margin=0)
-    replay.append_frame(game.reset())
+    replay.start(game.reset())
     for action in torch.randint(game.actions, (steps,)).tolist():
         step = game.step(action)
-        replay.append_transition(action, min(max(step.reward, -1), 1), step.over or step.life_lost)
-        replay.append_frame(game.reset() if step.over else step.frame)
+        reward, terminal = min(max(step.reward, -1), 1), step.over or step.life_lost
+        replay.append(action, reward, terminal, game.reset() if step.over else step.frame)
     return replay
 
 

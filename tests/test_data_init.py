@@ -22,7 +22,6 @@ from weightnorm import (
     weight_norm,
     weight_norm_model,
 )
-from weightnorm.data_init import _mean_and_variance
 
 
 def moments(t, unit=1):
@@ -218,21 +217,21 @@ class Residual(nn.Module):
         return x + self.second(torch.relu(self.first(x)))
 
 
-@pytest.mark.parametrize("target", [{"1.second": 0.1}, {"*.second": 0.1}])
-def test_target_std_by_layer_name_or_pattern(target):
-    model, x = nn.Sequential(nn.Linear(6, 6), Residual(), nn.Linear(6, 2)), torch.randn(60, 6)
+@pytest.mark.parametrize(
+    ("target", "stds"),
+    [
+        (0.5, [0.5, 0.5, 0.5, 0.5]),
+        ({"a[0].second": 0.1}, [1, 1, 0.1, 1]),  # a name that looks like a pattern
+        ({"*.second": 0.1, "2": 3}, [1, 1, 0.1, 3]),
+    ],
+)
+def test_target_std_by_layer_name_or_pattern(target, stds):
+    model, x = nn.Sequential(nn.Linear(6, 6)), torch.randn(60, 6)
+    model.add_module("a[0]", Residual())
+    model.add_module("2", nn.Linear(6, 2))
     report = data_dependent_init(model, x, target_std=target)
-    seen = outputs(model, x)
-    assert is_normal(seen[2], std=0.1)
-    assert is_normal(seen[1])
-    assert is_normal(seen[3])
-    assert [row.target_std for row in report] == [1, 1, 0.1, 1]
-
-
-def test_one_target_std_for_all_layers():
-    model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(60, 6)
-    data_dependent_init(model, x, target_std=0.5)
-    assert all(is_normal(t, std=0.5) for t in outputs(model, x))
+    assert all(is_normal(t, std=std) for t, std in zip(outputs(model, x), stds, strict=True))
+    assert [row.target_std for row in report] == stds
 
 
 def test_layer_used_twice_is_set_at_first_use():
@@ -282,10 +281,28 @@ def test_dead_units_are_unchanged_and_reported(normed):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_constant_channel_far_from_zero_is_dead():
-    layer, x = nn.Linear(3, 2), torch.full((40, 3), 1234.567)
-    report = data_dependent_init(layer, x)
-    assert report.dead == {"": (0, 1)}
+@pytest.mark.parametrize("wrap", [lambda layer: layer, mean_only_batch_norm])
+def test_units_that_are_constant_up_to_rounding_are_dead(wrap):
+    torch.manual_seed(0)
+    model = nn.Sequential(wrap(nn.Linear(3, 3)))
+    x = torch.randn(400, 3)
+    x[:, 0] = 1234.567 * (1 + 1e-7 * torch.randn(400))
+    with torch.no_grad():
+        getattr(model[0], "layer", model[0]).weight[:2, 1:] = 0  # these see the constant alone
+    report = data_dependent_init(model, x)
+    assert report.dead == {"0": (0, 1)}
+    assert [row.name for row in report.done] == ["0"]
+    assert moments(model(x))[1][2].item() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e20, 1e-25])
+def test_inputs_whose_squares_overflow_or_vanish(size):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), weight_norm(nn.Linear(8, 2)))
+    with torch.no_grad():
+        model[0].bias.zero_()
+    x = size * torch.randn(100, 4)
+    assert len(data_dependent_init(model, x).done) == 2
+    assert is_normal(model(x), atol=1e-4)
 
 
 def test_recurrent_and_unused_layers_are_skipped_with_a_reason():
@@ -363,17 +380,21 @@ class Poison(nn.Module):
         return torch.where(x == x.max(), self.value, x)
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
-    ("where", "message"),
+    ("where", "bad", "normed", "message"),
     [
-        ("batch", "the init batch contains NaN or infinity"),
-        ("module", "layer '3' received NaN or infinity, though the init batch has none"),
-        ("weight", "layer '3' gave NaN or infinity for a finite input"),
+        ("batch", NAN, True, "the init batch contains NaN or infinity"),
+        ("batch", INF, False, "the init batch contains NaN or infinity"),
+        ("module", NAN, False, "layer '3' received NaN or infinity, though the init batch has"),
+        ("module", INF, True, "layer '3' received NaN or infinity, though the init batch has"),
+        ("weight", NAN, True, "layer '3' gave NaN or infinity for a finite input"),
+        ("weight", INF, False, "layer '3' gave NaN or infinity for a finite input"),
     ],
 )
-def test_nan_and_infinity_raise_with_their_origin(where, message, bad, normed):
+def test_nan_and_infinity_raise_with_their_origin(where, bad, normed, message):
     poison = Poison(bad) if where == "module" else nn.Identity()
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), poison, nn.Linear(4, 2))
     if normed:
@@ -391,23 +412,12 @@ def test_nan_and_infinity_raise_with_their_origin(where, message, bad, normed):
         assert torch.equal(tensor.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: weight_norm(nn.Linear(4, 3))])
-def test_integer_input_raises(make):
-    model = nn.Sequential(make())
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"layer '0' received torch.int64, expected floating"):
-        data_dependent_init(model, torch.randint(9, (20, 4)))
-    unchanged(model, before)
-
-
 @pytest.mark.parametrize(
     ("model", "x"),
     [
         (nn.Linear(4, 3), torch.randn(1, 4)),
-        (nn.Linear(4, 3), torch.randn(0, 4)),
-        (nn.Conv2d(3, 4, 3), torch.randn(0, 3, 8, 8)),
         (nn.Linear(4, 3), torch.randn(4)),
-        (nn.Conv2d(3, 4, 3), torch.randn(1, 3, 8, 8)),
+        (nn.Conv2d(3, 4, 3), torch.randn(0, 3, 8, 8)),
         (nn.Conv2d(3, 4, 3), torch.randn(3, 8, 8)),
     ],
 )
@@ -437,6 +447,7 @@ def test_model_is_restored_when_forward_raises():
         (0.0, "must be a positive number; got 0.0"),
         ({"0": -1.0}, "must be a positive number; got -1.0 for '0'"),
         (float("nan"), "must be a positive number"),
+        (float("inf"), "must be a positive number; got inf"),
     ],
 )
 def test_invalid_target_std_raises(target, message):
@@ -447,7 +458,7 @@ def test_invalid_target_std_raises(target, message):
     unchanged(model, before)
 
 
-SPLITS = {2: [(0, 11), (11, 40)], 3: [(0, 1), (1, 40), (40, 40)]}
+SPLITS = [(0, 11), (11, 40), (40, 40)]  # uneven, and one rank has no examples
 
 
 def _initialized(rows=slice(None), wrap=lambda model: model, group=None):
@@ -458,34 +469,22 @@ def _initialized(rows=slice(None), wrap=lambda model: model, group=None):
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
-def _ranked(rank, world):
-    rows = slice(*SPLITS[world][rank])
+def _ranked(rank):
+    rows = slice(*SPLITS[rank])
     return {
         "plain": _initialized(rows, group=dist.group.WORLD),
         "wrapped": _initialized(rows, wrap=DistributedDataParallel),  # whose group it takes
     }
 
 
-@pytest.mark.parametrize("world", [2, 3], ids=["uneven", "one-rank-empty"])
-def test_ranks_give_the_result_of_one_process(world):
-    results = on_ranks(world, _ranked, world)
+def test_ranks_give_the_result_of_one_process():
+    results = on_ranks(len(SPLITS), _ranked)
     alone = _initialized()
     for result in results:
         for how in ("plain", "wrapped"):
             torch.testing.assert_close(result[how], alone, atol=1e-5, rtol=1e-5)
             for name in alone:
                 assert torch.equal(result[how][name], results[0][how][name])
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_moments_are_exact_in_every_memory_layout(layout):
-    torch.manual_seed(0)
-    spread = torch.tensor([2.0, 0.1, 1e-3, 0.0]).view(4, 1, 1)
-    t = (1 + spread * torch.randn(50, 4, 16, 16)).to(memory_format=layout)
-    mean, variance = _mean_and_variance(t)
-    expected, expected_mean = torch.var_mean(t.double(), (0, 2, 3), correction=0)
-    torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-6, atol=0)
-    torch.testing.assert_close(variance.double(), expected, rtol=1e-6, atol=0)
 
 
 # Layers that share parameters
@@ -600,7 +599,9 @@ def test_weight_standardized_layers_are_skipped(bias, normed):
     assert row.name == "0"
     std = moments(out)[1].mean().item()
     assert std > 10
-    assert row.skipped == f"its output does not follow its weight: its std stays {std:.3g}"
+    assert row.skipped == (
+        f"rescaling its weight did not bring the std to the target: it stays {std:.3g}"
+    )
     unchanged(model[0], before)
     assert is_normal(model(x))
 
@@ -666,8 +667,8 @@ def initialize_on_accelerator(normalize):
 
         def to_host(numbers):  # any other read raises
             reads.append(numbers.device.type)
-            count, differs, is_finite, means, deviation = 1e4, 0.0, 1.0, [0.0, 1.0, 0.0, 1.0], 0.0
-            head = [count, differs, is_finite, *means, deviation]
+            count, is_finite, deviation, means = 1e4, 1.0, 0.0, [0.0, 1.0, 0.0, 1.0]
+            head = [count, is_finite, deviation, *means]
             return head + [0.0] * (len(numbers) - len(head))
 
         model = convnet()
@@ -765,21 +766,9 @@ def test_a_unit_that_varies_little_around_a_large_mean_is_alive():
     assert is_normal(layer(x), atol=1e-5)
 
 
-def test_infinite_target_std_is_refused():
-    with pytest.raises(ValueError, match="must be a positive number; got inf"):
-        data_dependent_init(nn.Linear(4, 4), torch.randn(20, 4), target_std=float("inf"))
-
-
 def test_deviations_are_judged_relative_to_a_small_target():
     torch.manual_seed(0)
     layer, x = SquashedLinear(6, 5), 3 * torch.randn(400, 6)
     nn.init.normal_(layer.weight)
     data_dependent_init(layer, x, target_std=1e-3)
     torch.testing.assert_close(moments(layer(x))[1], torch.full((5,), 1e-3), rtol=0.06, atol=0)
-
-
-def test_a_layer_whose_name_looks_like_a_pattern():
-    model = nn.Sequential()
-    model.add_module("a[0]", nn.Linear(3, 3))
-    (row,) = data_dependent_init(model, torch.randn(20, 3), target_std={"a[0]": 0.1})
-    assert row.target_std == 0.1

@@ -187,3 +187,8 @@ class Units:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Norms are taken in float32 or wider, whatever the weight's own type."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def exact_dtype(x: Tensor) -> torch.dtype:
+    """Return float64, for sums over many numbers; on Apple's GPUs, which lack it, float32."""
+    return torch.float32 if x.device.type == "mps" else torch.float64

@@ -9,11 +9,10 @@ Note [init scales g, not w]
     learning rate. A layer without weight norm has no g, so its w is divided by σ.
 
 Note [what is reported was measured]
-    For a linear map the new output follows from the old one, which saves a second pass: scale·t
-    plus an offset. A class may transform its weight in forward (weight standardization), so each
-    layer runs again on two examples. If the results agree, the computed output is the layer's, and
-    its moments are reported. If not, the layer runs again on the whole batch, is corrected from the
-    moments found there, and is left as it was if that does not give the target.
+    Each layer runs again after it was set. The moments of that output are reported, and the output
+    is passed on. A class may transform its weight in forward (weight standardization): if the
+    target is missed, the layer is corrected from what was measured and runs again, a few times,
+    and is left as it was if that does not help.
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer
 from torch.nn.utils.parametrize import type_before_parametrizations
-from torch.utils.data import DataLoader
 
 from weightnorm import layers
-from weightnorm._distributed import Group, moments_over_ranks, sum_over_ranks
+from weightnorm._distributed import Group, moments_over_ranks
 from weightnorm._dtensor import refuse_sharded
-from weightnorm._torch_private import tree_leaves, tree_map
-from weightnorm._units import Units, wide_dtype
+from weightnorm._torch_private import tree_leaves
+from weightnorm._units import Units, exact_dtype
 from weightnorm.folding import refuse_folded
 from weightnorm.init_report import InitReport, LayerInit
 from weightnorm.inspection import is_weight_normed, normalized_weight
-from weightnorm.mean_only import Centered
+from weightnorm.mean_only import Centered, unit_count
 
 TargetStd = float | Mapping[str, float]
 Backups = list[tuple[Tensor, Tensor]]
@@ -48,8 +46,8 @@ _DEAD = 1e-6
 """A unit with σ below this fraction of |μ| is constant up to rounding, and has no scale."""
 _TOLERANCE = 0.05
 """Largest deviation of a unit's mean and std from the target, as a fraction of the target std."""
-_RERUNS = 3
-"""How often a layer that is not linear in its weight is run and corrected before it is skipped."""
+_RUNS = 4
+"""How often a layer is set and run before it is skipped; once, if it is linear in its weight."""
 
 
 @torch.no_grad()
@@ -63,9 +61,9 @@ def data_dependent_init(
     """Set scales and biases so that all pre-activations have mean 0 and std 1 on `batch`.
 
     Works on weight-normalized layers (sets g and b) and on plain ones (sets w and b). The model
-    runs once, in the mode it is in: with ``model.train()`` noise and dropout are on, as in the
-    paper. Running statistics and all other buffers are restored. Call it once, before building the
-    optimizer.
+    runs once, and each layer again when it is set, in the mode it is in: with ``model.train()``
+    noise and dropout are on, as in the paper. Running statistics and all other buffers are
+    restored. Call it once, before building the optimizer.
 
     Args:
         model: its linear, bilinear and convolutional layers are initialized. Recurrent layers keep
@@ -90,31 +88,17 @@ def data_dependent_init(
     >>> [layer.name for layer in report.done]
     ['0', '2']
     """
-    if (not batch and forward is None) or (batch and isinstance(batch[0], DataLoader)):
-        got = "a DataLoader" if batch else "no batch"
-        raise TypeError(
-            f"data_dependent_init expects the arguments of the model; got {got}: pass one batch, "
-            "such as the images of next(iter(loader))"
-        )
     check_writable(model, "data_dependent_init")
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise ValueError("the model is in nn.DataParallel; initialize the one inside, model.module")
     if group is None:
         wrapped = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
         group = next((module.process_group for module in wrapped), None)
-    initializer = _Initializer(model, target_std, group)
+    initializer = _Initializer(model, batch, target_std, group)
     buffers = _Buffers(model)
     try:
         with initializer, _uncompiled():
             (model if forward is None else forward)(*batch)
-    except _NonFinite as error:
-        _restore(initializer.backups)
-        raise ValueError(error.explanation(batch)) from None
-    except (RuntimeError, TypeError) as error:
-        _restore(initializer.backups)
-        if hint := initializer.integer_input():
-            raise ValueError(hint) from error
-        raise
     except BaseException:
         _restore(initializer.backups)
         raise
@@ -150,35 +134,14 @@ class _Buffers:
                 buffer.copy_(value)
 
 
-class _NonFinite(Exception):
-    """Raised at the layer whose output is NaN or infinite."""
-
-    def __init__(self, name: str, inputs: Any) -> None:
-        self.name, self.inputs = name, inputs
-
-    def explanation(self, batch: Any) -> str:
-        """Name the first place where NaN or infinity is found."""
-        if not _all_finite(batch):
-            return "the init batch contains NaN or infinity: remove those examples"
-        if not _all_finite(self.inputs):
-            return (
-                f"layer {self.name!r} received NaN or infinity, though the init batch has none: "
-                "check the modules before it"
-            )
-        return (
-            f"layer {self.name!r} gave NaN or infinity for a finite input: check its parameters "
-            "(and, with a process group, the batches of the other ranks)"
-        )
-
-
 class _Initializer:
     """Context manager whose forward hooks set each layer while the model runs."""
 
-    def __init__(self, model: nn.Module, target_std: TargetStd, group: Group) -> None:
+    def __init__(self, model: nn.Module, batch: Any, target_std: TargetStd, group: Group) -> None:
         self.names = {module: name for name, module in target_layers(model)}
         self.targets = layers.per_layer(list(self.names.values()), target_std, "target_std")
         self.owners = layers.parameter_owners(model)
-        self.group = group
+        self.batch, self.group = batch, group
         self.rows: dict[nn.Module, LayerInit] = {}
         self.backups: Backups = []
         self._entered: dict[nn.Module, tuple[Any, Any]] = {}
@@ -196,17 +159,6 @@ class _Initializer:
         for hook in self._hooks:
             hook.remove()
 
-    def integer_input(self) -> str:
-        """Return an error message if the layer that was running got integers; else ""."""
-        for module, inputs in self._entered.items():
-            dtypes = [x.dtype for x in tree_leaves(inputs) if isinstance(x, Tensor)]
-            if dtypes and not any(dtype.is_floating_point for dtype in dtypes):
-                return (
-                    f"layer {self.names[module]!r} received {dtypes[0]}, expected floating point: "
-                    "convert the init batch first, for example with batch.float()"
-                )
-        return ""
-
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._running_again:
             self._entered[module] = (args, kwargs)
@@ -222,23 +174,53 @@ class _Initializer:
             self.rows[module] = _skipped(name, layer, reason)
             return None
 
-        def call(inputs: tuple[Any, Any]) -> Any:
-            self._running_again = True
-            try:
-                return module(*inputs[0], **inputs[1])
-            finally:
-                self._running_again = False
-
-        run = _LayerRun(module, name, inputs, output, call, self.group)
-        output, self.rows[module] = _set_layer(run, self.targets[name], self.backups)
+        self._running_again = True
+        try:
+            run = _LayerRun(module, name, inputs, output, self.group)
+            output, self.rows[module] = self._set_layer(run)
+        finally:
+            self._running_again = False
         return output
+
+    def _set_layer(self, run: _LayerRun) -> tuple[Tensor, LayerInit]:
+        """Set scale and bias by eq. 6 and return the output of eq. 5, with what was measured.
+
+        See Note [what is reported was measured]. The device is read once for each run.
+        """
+        target, saved = self.targets[run.name], len(self.backups)
+        before = after = run.moments(run.output)
+        rounding: Tensor | None = None
+        for _ in range(_RUNS):
+            change = _change_layer(run, after, target, self.backups)
+            # Keep the smaller tolerance, or a layer that ignores its weight would pass in the end.
+            rounding = change.rounding if rounding is None else rounding.minimum(change.rounding)
+            output = run.again()
+            after = run.moments(output)
+            measured = _read(run, before, after, change.dead, rounding, target)
+            if measured.total <= run.positions:
+                raise ValueError(
+                    f"layer {run.name!r} saw {int(measured.total) // max(run.positions, 1)} "
+                    "example(s): a standard deviation needs two or more; initialize on a larger "
+                    "batch (the paper's code uses 500)"
+                )
+            if not measured.is_finite:
+                raise ValueError(_origin(run.name, run.inputs, self.batch))
+            if measured.deviation <= _TOLERANCE:  # NaN is not
+                return output, measured.row
+        _restore(self.backups[saved:])
+        del self.backups[saved:]
+        reason = (
+            "rescaling its weight did not bring the std to the target: it stays "
+            f"{measured.row.std_before:.3g}"
+        )
+        return run.output, _skipped(run.name, run.layer, reason)
 
     def _cannot_set(self, layer: Any, output: Any) -> str:
         """Return why this layer is skipped; "" if it can be set."""
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return f"its output is not a floating-point tensor ({_described(output)})"
         axis = _unit_axis(layer, output)
-        if axis < 0 or output.shape[axis] != _unit_count(layer):
+        if axis < 0 or output.shape[axis] != unit_count(layer):
             return f"its output of shape {tuple(output.shape)} has no axis of its units"
         if not is_weight_normed(layer, "weight") and layer._parameters.get("weight") is None:
             return "its weight is computed by another parametrization or hook"
@@ -271,21 +253,21 @@ def is_frozen(layer: Any) -> bool:
 
 
 class _Moments(NamedTuple):
+    """Moments of each unit, (units,), over the examples of all ranks, in float64."""
+
     mean: Tensor
-    """(units,), over the examples of all ranks."""
     std: Tensor
     total: Tensor
     """(1,): how many numbers each unit's mean is taken over."""
 
 
 class _LayerRun(NamedTuple):
-    """One call of a layer: its inputs and output, and a way to run it again."""
+    """One call of a layer: its inputs and its output."""
 
     module: nn.Module
     name: str
     inputs: tuple[Any, Any]
     output: Tensor
-    call: Callable[[tuple[Any, Any]], Any]
     group: Group
 
     @property
@@ -293,144 +275,106 @@ class _LayerRun(NamedTuple):
         return layer_of(self.module)
 
     @property
-    def axis(self) -> int:
-        return _unit_axis(self.layer, self.output)
+    def is_centered(self) -> bool:
+        """Whether the layer's outputs have mean 0 already; then b of eq. 7 starts at 0."""
+        return isinstance(self.module, Centered)
 
-    def per_unit(self, values: Tensor) -> Tensor:
-        """Reshape (units,) to broadcast with the output."""
-        return values.view(-1, *[1] * (self.output.ndim - 1 - self.axis))
+    @property
+    def positions(self) -> int:
+        """How many outputs of one example a unit has in space."""
+        axis = _unit_axis(self.layer, self.output)
+        is_conv = isinstance(self.layer, layers.Conv)
+        return math.prod(self.output.shape[axis + 1 :]) if is_conv else 1
+
+    def again(self) -> Tensor:
+        """Run the layer again on the same inputs."""
+        output: Tensor = self.module(*self.inputs[0], **self.inputs[1])
+        return output
 
     def moments(self, output: Tensor) -> _Moments:
-        return _moments(output, self.axis, self.group)
+        """Return population mean and std of each unit over the batch (and space), over all ranks.
 
-    def two_examples(self) -> tuple[Any, Any] | None:
-        """Return the inputs cut to two examples.
-
-        None if an example's output depends on the others, or the inputs share no batch axis.
+        In float64: in float32 the variance of numbers above 10¹⁹ overflows.
         """
-        tensors = [x for x in tree_leaves(self.inputs) if isinstance(x, Tensor)]
-        if isinstance(self.module, Centered) or not tensors or self.axis == 0:
-            return None
-        if any(x.ndim < 2 or x.shape[0] != self.output.shape[0] for x in tensors):
-            return None
-        cut: tuple[Any, Any] = tree_map(
-            lambda x: x[:2] if isinstance(x, Tensor) else x, self.inputs
-        )
-        return cut
+        axis = _unit_axis(self.layer, output)
+        units = output.shape[axis]
+        t = output.to(exact_dtype(output)).unsqueeze(0)  # so that there is another axis
+        if count := output.numel() // max(units, 1):
+            axes = [d for d in range(t.ndim) if d != axis + 1]
+            variance, mean = torch.var_mean(t, axes, correction=0)
+        else:
+            mean = variance = t.new_zeros(units)
+        mean, variance, total = moments_over_ranks(mean, variance, count, self.group)
+        return _Moments(mean, variance.sqrt(), total)
 
 
 class _Change(NamedTuple):
-    """What was done to a layer, per unit: the output becomes scale·output + offset."""
+    """What was done to a layer, per unit."""
 
-    scale: Tensor
-    offset: Tensor
     dead: Tensor
     rounding: Tensor
     """How far rounding may move a unit's mean."""
 
 
-def _set_layer(run: _LayerRun, target: float, backups: Backups) -> tuple[Tensor, LayerInit]:
-    """Set scale and bias by eq. 6 and return the output of eq. 5, with what was measured.
-
-    See Note [what is reported was measured]. The device is read once, or once more for each
-    correction.
-    """
-    saved = len(backups)
-    before = run.moments(run.output)
-    change = _change_layer(run, before, target, backups)
-    cut = run.two_examples()
-    if cut is None:
-        output = run.call(run.inputs)
-        differs = before.total.new_zeros(1)
-    else:
-        offset, scale = run.per_unit(change.offset), run.per_unit(change.scale)
-        output = torch.addcmul(offset, run.output.to(offset.dtype), scale).to(run.output.dtype)
-        differs = _differs(run.call(cut), output[:2], run.output[:2], scale, target)
-    differs = sum_over_ranks(differs, run.group)
-    after = run.moments(output)
-    measured = _read(run, before, after, change, differs, target)
-    for _ in range(_RERUNS):
-        if measured.is_on_target:
-            break
-        if not measured.differs:  # `after` is the layer's own output
-            again = _change_layer(run, after, target, backups)
-            # A layer that does not follow its weight must not pass by a growing allowance.
-            change = again._replace(rounding=torch.minimum(again.rounding, change.rounding))
-        output = run.call(run.inputs)
-        after = run.moments(output)
-        measured = _read(run, before, after, change, torch.zeros_like(differs), target)
-    if not measured.is_on_target:
-        _restore(backups[saved:])
-        del backups[saved:]
-        std = measured.std_before
-        reason = f"its output does not follow its weight: its std stays {std:.3g}"
-        return run.output, _skipped(run.name, run.layer, reason)
-    return output, LayerInit(
-        name=run.name,
-        kind=type_before_parametrizations(run.layer).__name__,
-        units=len(before.mean),
-        mean_before=measured.mean_before,
-        std_before=measured.std_before,
-        mean_after=measured.mean_after,
-        std_after=measured.std_after,
-        target_std=target,
-        dead=measured.dead,
-    )
+def _change_layer(run: _LayerRun, now: _Moments, target: float, backups: Backups) -> _Change:
+    """Scale the weight and set the bias so that mean and std `now` become 0 and `target`."""
+    if run.is_centered:  # whose outputs do not show how large t is, and so what is rounding
+        now = run.moments(run.layer(*run.inputs[0], **run.inputs[1]))
+    bias: Tensor | None = run.layer.bias
+    old_bias = torch.zeros_like(now.mean) if bias is None else bias.to(now.mean.dtype, copy=True)
+    t_mean = now.mean - old_bias
+    dead = now.std <= _DEAD * t_mean.abs()
+    scale = torch.where(dead, 1.0, target / torch.where(dead, 1.0, now.std))
+    _scale_weight(run.layer, scale, backups)
+    if bias is not None:
+        backups.append((bias, bias.clone()))
+        bias.copy_(torch.where(dead, old_bias, 0.0 if run.is_centered else -t_mean * scale))
+    torch.clear_autocast_cache()  # it holds casts of the former values
+    return _Change(dead, 4 * torch.finfo(run.output.dtype).eps * t_mean.abs() * scale)
 
 
 class _Measured(NamedTuple):
-    """Numbers about one layer, read from the device. Averages are over units that are not dead."""
+    """What was read from the device about one layer."""
 
-    mean_before: float
-    std_before: float
-    mean_after: float
-    std_after: float
+    total: float
+    is_finite: bool
     deviation: float
-    """Largest deviation of a unit from the target, as a fraction of the target."""
-    differs: bool
-    """Whether the computed output is not the layer's."""
-    dead: tuple[int, ...]
-
-    @property
-    def is_on_target(self) -> bool:
-        return self.deviation <= _TOLERANCE and not self.differs  # NaN is not
+    """Largest deviation of a unit's mean and std from the target, as a fraction of the target."""
+    row: LayerInit
 
 
 def _read(
     run: _LayerRun,
     before: _Moments,
     after: _Moments,
-    change: _Change,
-    differs: Tensor,
+    dead_units: Tensor,
+    rounding: Tensor,
     target: float,
 ) -> _Measured:
-    """Read everything about a layer from the device at once, and raise if it cannot be set."""
-    live = (~change.dead).to(before.mean.dtype)
+    """Read everything about a layer from the device at once."""
+    live = (~dead_units).to(before.mean.dtype)
     units = live.sum().clamp_min(1)
     means = [(x * live).sum() / units for x in (*before[:2], *after[:2])]
     excess = (after.std - target).abs()
-    if run.layer.bias is not None or isinstance(run.module, Centered):
+    if run.layer.bias is not None or run.is_centered:
         excess = torch.maximum(excess, after.mean.abs())
-    excess = ((excess - change.rounding).clamp_min(0) * live / target).amax()
-    finite = (before.mean.isfinite() & before.std.isfinite()).all()
-    numbers = torch.stack([*means, excess, finite.to(excess.dtype)])
-    count, different, good, *rest = _to_host(
-        torch.cat([before.total, differs, numbers[5:], numbers[:5], 1 - live])
+    excess = ((excess - rounding).clamp_min(0) * live / target).amax()
+    is_finite = (before.mean.isfinite() & before.std.isfinite()).all().to(excess.dtype)
+    numbers = torch.stack([is_finite, excess, *means])
+    total, finite, deviation, *rest = _to_host(torch.cat([before.total, numbers, 1 - live]))
+    mean_before, std_before, mean_after, std_after, *dead = rest
+    row = LayerInit(
+        name=run.name,
+        kind=type_before_parametrizations(run.layer).__name__,
+        units=len(live),
+        mean_before=mean_before,
+        std_before=std_before,
+        mean_after=mean_after,
+        std_after=std_after,
+        target_std=target,
+        dead=tuple(i for i, is_dead in enumerate(dead) if is_dead),
     )
-    axes = run.output.shape[run.axis + 1 :] if isinstance(run.layer, layers.Conv) else ()
-    per_example = math.prod(axes)
-    if count <= per_example:
-        raise ValueError(
-            f"layer {run.name!r} saw {int(count) // max(per_example, 1)} example(s): a standard "
-            "deviation needs two or more; initialize on a larger batch (the paper's code uses 500)"
-        )
-    if not good:
-        raise _NonFinite(run.name, run.inputs)
-    dead = tuple(i for i, is_dead in enumerate(rest[5:]) if is_dead)
-    mean_before, std_before, mean_after, std_after, deviation = rest[:5]
-    return _Measured(
-        mean_before, std_before, mean_after, std_after, deviation, bool(different), dead
-    )
+    return _Measured(total, bool(finite), deviation, row)
 
 
 def _to_host(numbers: Tensor) -> list[float]:
@@ -439,33 +383,19 @@ def _to_host(numbers: Tensor) -> list[float]:
     return values
 
 
-def _differs(got: Any, expected: Tensor, before: Tensor, scale: Tensor, target: float) -> Tensor:
-    """Return (1,): 1 if what a layer gives is not the expected output up to rounding, else 0."""
-    if not isinstance(got, Tensor) or got.shape != expected.shape:
-        return scale.new_ones(1)
-    rounding = 8 * torch.finfo(expected.dtype).eps * before.to(scale.dtype).abs() * scale
-    wrong = (got - expected).to(scale.dtype).abs() > 0.01 * target + rounding
-    return wrong.any().to(scale.dtype).view(1)
-
-
-def _change_layer(run: _LayerRun, now: _Moments, target: float, backups: Backups) -> _Change:
-    """Scale the weight and set the bias so that mean and std `now` become 0 and `target`."""
-    bias: Tensor | None = run.layer.bias
-    old_bias = torch.zeros_like(now.mean) if bias is None else bias.to(now.mean.dtype, copy=True)
-    t_mean = now.mean - old_bias
-    dead = now.std <= _DEAD * t_mean.abs()
-    scale = torch.where(dead, 1.0, target / torch.where(dead, 1.0, now.std))
-    new_bias = old_bias
-    _scale_weight(run.layer, scale, backups)
-    if bias is not None:
-        # The mean of a centered layer is 0 already; b of eq. 7 starts at 0.
-        centered = isinstance(run.module, Centered)
-        new_bias = torch.where(dead, old_bias, 0.0 if centered else -t_mean * scale)
-        backups.append((bias, bias.clone()))
-        bias.copy_(new_bias)
-    torch.clear_autocast_cache()  # it holds casts of the former values
-    rounding = 4 * torch.finfo(run.output.dtype).eps * t_mean.abs() * scale
-    return _Change(scale, new_bias - old_bias * scale, dead, rounding)
+def _origin(name: str, inputs: Any, batch: Any) -> str:
+    """Name the first place where NaN or infinity is found, given a layer whose output has some."""
+    if not _all_finite(batch):
+        return "the init batch contains NaN or infinity: remove those examples"
+    if not _all_finite(inputs):
+        return (
+            f"layer {name!r} received NaN or infinity, though the init batch has none: check the "
+            "modules before it"
+        )
+    return (
+        f"layer {name!r} gave NaN or infinity for a finite input: check its parameters (and, with "
+        "a process group, the batches of the other ranks)"
+    )
 
 
 def _scale_weight(layer: nn.Module, scale: Tensor, backups: Backups) -> None:
@@ -489,45 +419,6 @@ def _scale_weight(layer: nn.Module, scale: Tensor, backups: Backups) -> None:
 def _scaled(w: Tensor, scale: Tensor, units: Units) -> Tensor:
     """Return w with each unit's weight vector multiplied by its scale."""
     return (w * units.spread(scale.view(units.shape(w.shape)), w)).to(w.dtype)
-
-
-def _moments(output: Tensor, axis: int, group: Group) -> _Moments:
-    """Return population mean and std of each unit over the batch (and space), over all ranks."""
-    units = output.shape[axis]
-    count = output.numel() // max(units, 1)
-    if count:
-        wide = output.to(wide_dtype(output.dtype))
-        wide = wide.reshape(-1, units) if axis == output.ndim - 1 else wide
-        mean, variance = _mean_and_variance(wide if axis else wide.unsqueeze(0))
-    else:
-        mean = output.new_zeros(units, dtype=wide_dtype(output.dtype))
-        variance = mean.clone()
-    mean, variance, total = moments_over_ranks(mean, variance, count, group)
-    return _Moments(mean, variance.sqrt(), total)
-
-
-def _mean_and_variance(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return population mean and variance of each unit along axis 1."""
-    axes = [d for d in range(t.ndim) if d != 1]
-    if not t.is_cpu:
-        variance, mean = torch.var_mean(t, axes, correction=0)
-        return mean, variance
-    # On a CPU var_mean takes a quarter of the time of the convolution before it. The forms below
-    # take a tenth of that, but lose precision where the std is far below the mean.
-    if t.ndim > 2 and t.is_contiguous():
-        mean, variance = torch.batch_norm_update_stats(t, None, None, 0.0)
-    else:  # in memory order: units last
-        rows = t.movedim(1, -1).reshape(-1, t.shape[1])
-        mean = rows.sum(0) / len(rows)
-        variance = (rows - mean).square_().sum(0) / len(rows)
-    narrow = (variance <= _NARROW**2 * mean.square()).nonzero().flatten()
-    if len(narrow):
-        variance[narrow], mean[narrow] = torch.var_mean(t[:, narrow], axes, correction=0)
-    return mean, variance
-
-
-_NARROW = 1e-2
-"""Units with σ below this fraction of |μ| are measured by the precise form."""
 
 
 def check_writable(model: nn.Module, function: str) -> None:
@@ -559,10 +450,6 @@ def _unit_axis(layer: nn.Module, output: Tensor) -> int:
     """Return the axis of the output along which the units lie."""
     space = len(layer.kernel_size) if isinstance(layer, layers.Conv) else 0
     return output.ndim - 1 - space
-
-
-def _unit_count(layer: Any) -> int:
-    return int(layer.out_channels if isinstance(layer, layers.Conv) else layer.out_features)
 
 
 def _not_run(model: nn.Module, done: Mapping[nn.Module, LayerInit]) -> Iterator[LayerInit]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm._kernels import is_eager
-from weightnorm._units import wide_dtype
+from weightnorm._units import exact_dtype, wide_dtype
 from weightnorm.layers import Conv, ConvTransposed
 
 
@@ -89,8 +89,7 @@ def sum_outputs(layer: nn.Module, x: Tensor, weight: Tensor, axes: list[Axis]) -
 
     In float32 or wider; see Note [products in float64].
     """
-    wide = wide_dtype(x.dtype)
-    exact = wide if x.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
+    wide, exact = wide_dtype(x.dtype), exact_dtype(x)
     w = weight.to(exact)
     if not isinstance(layer, Conv):
         return w.mv(x.reshape(-1, x.shape[-1]).sum(0, dtype=wide).to(exact)).to(wide)

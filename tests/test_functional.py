@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weightnorm import _kernels as kernels
 from weightnorm.functional import (
     Parts,
+    Units,
     compose,
     decompose,
     gradients,
@@ -22,13 +23,13 @@ shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
 @st.composite
 def weights(draw):
-    """(weight, dim) of any shape, with or without zero rows."""
+    """(weight, units) of any shape, with or without zero rows."""
     shape = draw(shapes)
     dim = draw(st.sampled_from([*range(-len(shape), len(shape)), None]))
     w = torch.randn(shape, dtype=torch.float64, generator=_generator(draw))
     if dim is not None and draw(st.booleans()):
         w.select(dim, 0).zero_()
-    return w, dim
+    return w, Units(dim)
 
 
 def _generator(draw):
@@ -37,57 +38,60 @@ def _generator(draw):
 
 @given(weights())
 def test_compose_inverts_decompose(case):
-    w, dim = case
-    v, g = decompose(w, dim)
-    torch.testing.assert_close(compose(v=v, g=g, dim=dim), w)
+    w, units = case
+    v, g = decompose(w, units)
+    torch.testing.assert_close(compose(v=v, g=g, units=units), w)
     assert v.data_ptr() != w.data_ptr()
 
 
 @given(weights(), st.floats(-3, 3))
 def test_norm_of_w_is_g_for_any_v(case, length):
-    v, dim = case
-    v = decompose(v, dim).v  # no zero rows
-    g = torch.full_like(norm(v, dim), length)
-    torch.testing.assert_close(norm(compose(v=v, g=g, dim=dim), dim), g.abs())
-    torch.testing.assert_close(compose(v=7 * v, g=g, dim=dim), compose(v=v, g=g, dim=dim))
+    v, units = case
+    v = decompose(v, units).v  # no zero rows
+    g = torch.full_like(norm(v, units), length)
+    torch.testing.assert_close(norm(compose(v=v, g=g, units=units), units), g.abs())
+    torch.testing.assert_close(compose(v=7 * v, g=g, units=units), compose(v=v, g=g, units=units))
 
 
 @given(weights(), st.data())
 def test_gradients_match_eq_3_eq_4_and_autograd(case, data):
-    v, dim = case
-    v = decompose(v, dim).v.requires_grad_()
-    g = torch.randn(norm(v, dim).shape, dtype=v.dtype).requires_grad_()
+    v, units = case
+    v = decompose(v, units).v.requires_grad_()
+    g = torch.randn(norm(v, units).shape, dtype=v.dtype).requires_grad_()
     grad_w = torch.randn(v.shape, dtype=v.dtype, generator=_generator(data.draw))
-    grad_v, grad_g = gradients(grad_w, v=v, g=g, dim=dim)
-    w = compose(v=v, g=g, dim=dim)
+    grad_v, grad_g = gradients(grad_w, v=v, g=g, units=units)
+    w = compose(v=v, g=g, units=units)
     expected = torch.autograd.grad(w, (v, g), grad_w)
     torch.testing.assert_close((grad_v, grad_g), expected)
     with torch.no_grad():  # torch's fused kernel, where it fits
-        torch.testing.assert_close(tuple(gradients(grad_w, v=v, g=g, dim=dim)), expected)
-    torch.testing.assert_close(grad_v, g / norm(v, dim) * project(grad_w, w, dim))  # eq. 4
+        torch.testing.assert_close(tuple(gradients(grad_w, v=v, g=g, units=units)), expected)
+    torch.testing.assert_close(grad_v, g / norm(v, units) * project(grad_w, w, units))  # eq. 4
     along = (grad_v * v).sum()  # ∇v·v = 0, summed over units whose every term is 0
     torch.testing.assert_close(along, torch.zeros_like(along), atol=1e-9, rtol=0)
 
 
 @given(weights(), st.data())
 def test_projection_is_idempotent_symmetric_and_removes_w(case, data):
-    w, dim = case
+    w, units = case
     x, y = (torch.randn(w.shape, dtype=w.dtype, generator=_generator(data.draw)) for _ in "xy")
-    torch.testing.assert_close(project(project(x, w, dim), w, dim), project(x, w, dim))
-    torch.testing.assert_close((project(x, w, dim) * y).sum(), (x * project(y, w, dim)).sum())
-    torch.testing.assert_close(project(w, w, dim), torch.zeros_like(w), atol=1e-12, rtol=0)
+    torch.testing.assert_close(project(project(x, w, units), w, units), project(x, w, units))
+    torch.testing.assert_close((project(x, w, units) * y).sum(), (x * project(y, w, units)).sum())
+    torch.testing.assert_close(project(w, w, units), torch.zeros_like(w), atol=1e-12, rtol=0)
 
 
 def test_grouped_gradients_and_projection():
     v = torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
     g = torch.randn(2, 3, 1, dtype=torch.float64, requires_grad=True)
     grad_w = torch.randn_like(v)
-    w = compose(v=v, g=g, dim=1, groups=2)
+    w = compose(v=v, g=g, units=Units(1, groups=2))
     expected = torch.autograd.grad(w, (v, g), grad_w)
-    torch.testing.assert_close(tuple(gradients(grad_w, v=v, g=g, dim=1, groups=2)), expected)
+    torch.testing.assert_close(
+        tuple(gradients(grad_w, v=v, g=g, units=Units(1, groups=2))), expected
+    )
     for half in (slice(0, 2), slice(2, 4)):
         torch.testing.assert_close(
-            project(grad_w, w, 1, groups=2)[half], project(grad_w[half], w[half], 1)
+            project(grad_w, w, Units(1, groups=2))[half],
+            project(grad_w[half], w[half], Units(1)),
         )
 
 
@@ -107,9 +111,9 @@ def test_masked_zero_row_gets_a_direction_inside_the_mask():
 
 def test_dim_none_is_one_g_and_minus_one_is_the_last_axis():
     w = torch.randn(2, 3)
-    assert decompose(w, None).g.shape == ()
-    assert decompose(w, -1).g.shape == (1, 3)
-    torch.testing.assert_close(norm(w, None), w.norm())
+    assert decompose(w, Units(None)).g.shape == ()
+    assert decompose(w, Units(-1)).g.shape == (1, 3)
+    torch.testing.assert_close(norm(w, Units(None)), w.norm())
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (3, 3), ()])
@@ -126,13 +130,13 @@ def test_wrong_mask_shape_raises():
 @pytest.mark.parametrize("dim", [2, -3])
 def test_dim_out_of_range_raises(dim):
     with pytest.raises(IndexError, match=rf"dim={dim} is out of range .* 2 dimensions"):
-        decompose(torch.randn(3, 2), dim)
+        decompose(torch.randn(3, 2), Units(dim))
 
 
 @pytest.mark.parametrize(("dim", "groups"), [(0, 2), (None, 2), (1, 3), (1, 0)])
 def test_invalid_groups_raise(dim, groups):
     with pytest.raises(ValueError, match=f"groups={groups} must divide axis 0"):
-        norm(torch.randn(4, 3), dim, groups=groups)
+        norm(torch.randn(4, 3), Units(dim, groups))
 
 
 def test_v_and_g_are_keyword_only():

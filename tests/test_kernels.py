@@ -1,72 +1,83 @@
-"""The forms of w = g·v/‖v‖ against torch, each other, and finite differences."""
-
-import contextlib
-import gc
-import weakref
+"""Every form of w = g·v/‖v‖ against float64, torch and finite differences."""
 
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from weightnorm import _kernels as kernels
-from weightnorm._kernels import closed_form, compose, formula, fused, unit_shape
+from weightnorm import _kernels
+from weightnorm._kernels import closed_form, compose, cpu, formula
+from weightnorm.functional import EPS, Units
 
-SHAPES = [(4, 3), (4, 3, 2), (2, 6, 3, 2), (3, 2, 2, 2, 2), (5, 1), (1, 5)]
 
-
-def on_accelerator(v, g, dim, groups=1, eps=kernels.EPS):
+def on_accelerator(v, g, units, eps=EPS):
     """compose as on an accelerator: a CPU tensor on the path without reads."""
-    with kernels.assume_accelerator():
-        return compose(v, g, dim, groups, eps)
+    with _kernels.assume_accelerator():
+        return compose(v, g, units, eps)
 
 
-FORMS = {
-    "formula": formula,
-    "closed_form": closed_form,
-    "compose": compose,
-    "accelerator": on_accelerator,
-}
+FORMS = {f.__name__: f for f in (formula, closed_form, compose, on_accelerator)}
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+CASES = {
+    "linear": ((4, 3), Units()),
+    "columns": ((3, 7), Units(1)),
+    "conv": ((4, 3, 2, 2), Units()),
+    "transposed": ((4, 3, 2), Units(1)),
+    "grouped": ((4, 3, 2, 2), Units(1, groups=2)),
+    "last axis": ((2, 3, 4), Units(-1)),
+    "whole": ((3, 2, 2), Units(None)),
+    "experts": ((2, 3, 4), Units((0, 1))),
+    "experts, columns": ((2, 3, 4), Units((0, 2))),
+    "every second axis": ((2, 3, 2, 2), Units((1, 3))),
+    "one column": ((5, 1), Units()),
+    "one row": ((1, 5), Units()),
+}
+every_case = pytest.mark.parametrize(("shape", "units"), CASES.values(), ids=CASES.keys())
 
 
-def leaves(shape, dim, groups=1, dtype=torch.float64, zero_row=False):
+def leaves(shape, units, dtype=torch.float64):
     v = torch.randn(shape, dtype=dtype)
-    if zero_row:
-        v.select(dim, 0).zero_()
-    g = torch.randn(unit_shape(v.shape, dim, groups), dtype=dtype)
+    g = torch.randn(units.shape(shape), dtype=dtype)
     return v.requires_grad_(), g.requires_grad_()
 
 
-def dims_of(shape):
-    return [*range(len(shape)), None]
+def with_rows(v, units, change):
+    """v after `change` of its rows in place."""
+    rows = units.rows(v.detach()).clone()
+    change(rows)
+    return units.from_rows(rows, v.shape).requires_grad_()
 
 
-CASES = [(shape, dim) for shape in SHAPES for dim in dims_of(shape)]
-every_case = pytest.mark.parametrize(("shape", "dim"), CASES)
+def zero_first(rows):
+    rows[0] = 0
+
+
+def reference(v, g, units):
+    """w in float64, unit by unit."""
+    rows = units.rows(v.double())
+    length = g.double().reshape(-1, 1)
+    return units.from_rows(length * rows / rows.norm(dim=1, keepdim=True), v.shape)
 
 
 @every_form
 @every_case
-def test_first_and_second_derivatives_match_finite_differences(form, shape, dim):
-    v, g = leaves(shape, dim)
-    assert gradcheck(lambda v, g: form(v, g, dim), (v, g))
-    assert gradgradcheck(lambda v, g: form(v, g, dim), (v, g))
+def test_value_and_derivatives(form, shape, units):
+    v, g = leaves(shape, units)
+    torch.testing.assert_close(form(v, g, units), reference(v, g, units))
+    assert gradcheck(lambda v, g: form(v, g, units), (v, g), fast_mode=True)
+    assert gradgradcheck(lambda v, g: form(v, g, units), (v, g), fast_mode=True)
+    with torch.no_grad():
+        grad_w = torch.randn(shape, dtype=v.dtype)
+        got = _kernels.gradients(grad_w, v, g, units)
+    expected = torch.autograd.grad(reference(v, g, units), (v, g), grad_w)
+    torch.testing.assert_close(tuple(got), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @every_form
-@every_case
-def test_equals_torch(form, shape, dim, dtype):
-    if len(shape) > 2 and shape[-1] == 1:
-        pytest.skip("torch's fused kernel takes the last axis for the first here")
-    v, g = leaves(shape, dim, dtype=dtype)
-    expected = (
-        torch._weight_norm(v, g, -1 if dim is None else dim)
-        if dim is not None
-        else (v * (g / v.norm()))
-    )
-    got = form(v, g, dim)
-    grad = torch.randn(shape, dtype=dtype)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_equals_torch(form, dim):
+    v, g = leaves((4, 3, 2), Units(dim), torch.float32)
+    grad = torch.randn_like(v)
+    got, expected = form(v, g, Units(dim)), torch._weight_norm(v, g, dim)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(
         torch.autograd.grad(got, (v, g), grad), torch.autograd.grad(expected, (v, g), grad)
@@ -74,265 +85,187 @@ def test_equals_torch(form, shape, dim, dtype):
 
 
 @every_form
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_groups_are_normalized_apart(form, groups):
-    v, g = leaves((4, 3, 2, 2), 1, groups)
-    w = form(v, g, 1, groups)
-    for i, (block, scale) in enumerate(zip(v.chunk(groups), g.split(1), strict=True)):
-        torch.testing.assert_close(w.chunk(groups)[i], formula(block, scale, 1))
-    assert gradcheck(lambda v, g: form(v, g, 1, groups), (v, g))
-    assert gradgradcheck(lambda v, g: form(v, g, 1, groups), (v, g))
-
-
-@every_form
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_zero_row_gives_zero_and_no_gradient(form, dim, dtype):
-    v, g = leaves((3, 4, 2), dim, dtype=dtype, zero_row=True)
-    w = form(v, g, dim)
+@every_case
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_zero_unit_gives_zero_and_no_gradient_also_beside_nan(form, shape, units, dtype):
+    v, g = leaves(shape, units, dtype)
+    v = with_rows(v, units, zero_first)
+    w = form(v, g, units)
     grad_v, grad_g = torch.autograd.grad(w, (v, g), torch.ones_like(w))
-    for tensor in (w, grad_v, grad_g):
-        assert tensor.isfinite().all()
-        assert (tensor.select(dim, 0) == 0).all()
-    assert (grad_v.select(dim, 1) != 0).any()
     assert w.dtype == grad_v.dtype == dtype
+    assert not units.rows(w)[0].any()
+    assert not units.rows(grad_v)[0].any()
+    assert grad_g.flatten()[0] == 0
+    assert w.isfinite().all()
+    if len(units.rows(v)) > 1:
+        assert units.rows(w)[1].any()
+
+        def nan_second(rows):
+            rows[1] = torch.nan
+
+        w = units.rows(form(with_rows(v, units, nan_second), g, units))
+        assert not w[0].any()
+        assert w[1].isnan().all()
 
 
 @every_form
-def test_nan_is_not_taken_for_a_zero_row(form):
-    v, g = leaves((3, 4), 0)
-    v.data[1, 2] = float("nan")
-    assert form(v, g, 0)[1].isnan().all()
-    assert form(v, g, 0)[0].isfinite().all()
-
-
-@every_form
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_half_types_take_the_norm_in_float32_and_round_once(form, dtype, dim):
-    v, g = leaves((64, 64), dim, dtype=dtype)
-    v.data *= 200  # ‖v‖² overflows float16
-    expected = formula(v.double(), g.double(), dim)
-    got = form(v, g, dim)
-    assert got.dtype == dtype
-    ulp = torch.finfo(dtype).eps * expected.abs()
-    assert ((got.double() - expected).abs() <= 0.51 * ulp + 1e-7).all()
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2, 3])
-def test_channels_last_weights_stay_channels_last(dim):
-    v, g = leaves((4, 3, 5, 2), dim)
-    last = v.detach().to(memory_format=torch.channels_last).requires_grad_()
-    w = compose(last, g, dim)
-    assert w.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(w, formula(v, g, dim), check_stride=False)
-    assert gradcheck(lambda v, g: compose(v, g, dim), (last, g))
-
-
-def test_fused_declines_a_zero_row_also_beside_nan():
-    v, g = leaves((3, 4), 0, zero_row=True)
-    assert fused(v, g) is None
-    v.data[1] = float("nan")
-    assert fused(v, g) is None
-    assert fused(*leaves((3, 4), 0)) is not None
-
-
-@every_form
-@pytest.mark.parametrize("dim", [0, 1])
-def test_zero_rows_stay_zero_beside_nan(form, dim):
-    v, g = leaves((3, 4), dim, zero_row=True)
-    v.data.select(dim, 1).fill_(float("nan"))
-    w = form(v, g, dim)
-    assert (w.select(dim, 0) == 0).all()
-    assert w.select(dim, 1).isnan().all()
-    assert w.select(dim, 2).isfinite().all()
-
-
-@pytest.mark.parametrize("form", [compose, on_accelerator], ids=["cpu", "accelerator"])
-def test_columns_of_a_matrix(form):
-    v, g = leaves((3, 70), 1)
-    torch.testing.assert_close(form(v, g, 1), formula(v, g, 1))
-    assert gradcheck(lambda v, g: form(v, g, 1), (v, g), fast_mode=True)
-    assert gradgradcheck(lambda v, g: form(v, g, 1), (v, g), fast_mode=True)
-    zero, g = leaves((3, 70), 1, zero_row=True)
-    assert (form(zero, g, 1)[:, 0] == 0).all()
-
-
-def test_fused_rows_serves_every_axis_but_none(monkeypatch):
-    used = []
-    monkeypatch.setattr(kernels, "_rows", lambda v, g, dim, eps: used.append(dim) or v)
-    for dim in (0, 1, 2, 3):
-        on_accelerator(*leaves((4, 3, 5, 2), dim), dim)
-    on_accelerator(*leaves((4, 3, 5, 2), 1, groups=2), 1, 2)
-    assert used == [0, 0, 0, 1, 0]
-    on_accelerator(*leaves((4, 3, 5, 2), None), None)
-    assert len(used) == 5
-
-
-def test_a_temporary_v_is_freed_with_the_graph():
-    """Also while w lives: the hook for second derivatives holds no reference of its own."""
-    v, g = leaves((3, 4, 2), 1)
-    w = compose(v, g, 1)  # computed from a transposed copy of v
-    node = w.grad_fn.next_functions[0][0].next_functions[0][0]
-    copied = weakref.ref(node._saved_v)
-    assert copied().data_ptr() != v.data_ptr()
-    w.sum().backward()
-    gc.collect()
-    assert copied() is None
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_the_backward_keeps_only_v_g_and_the_norms(dim):
-    v, g = leaves((6, 4, 3), dim)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        compose(v, g, dim)
-    assert sum(t.numel() for t in kept) <= v.numel() + 2 * g.numel()
-
-
-def test_function_transforms_and_forward_mode():
-    v, g = (t.detach() for t in leaves((3, 4), 0))
-    batch = torch.stack([v, 2 * v])
-    both = torch.func.vmap(lambda v: compose(v, g, 0))(batch)
-    torch.testing.assert_close(both[0], both[1])
-    jacobian = torch.func.jacrev(lambda v: compose(v, g, 0))(v)
-    torch.testing.assert_close(jacobian, torch.func.jacfwd(lambda v: compose(v, g, 0))(v))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(v, v)
-        tangent = torch.autograd.forward_ad.unpack_dual(compose(dual, g, 0)).tangent
-    torch.testing.assert_close(tangent, torch.zeros_like(v))  # along v, w does not move
-
-
-def test_shapes():
-    shape = torch.Size((4, 3, 2))
-    assert unit_shape(shape, 1) == (1, 3, 1)
-    assert unit_shape(shape, 1, groups=2) == (2, 3, 1)
-    assert unit_shape(shape, None) == ()
-    assert kernels.block_shape(shape, 1, 2) == (2, 2, 3, 2)
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("strided", [lambda g: g[::2], lambda g: g[:1].expand(6, 1)])
-def test_g_may_be_strided(strided, on_device):
-    v = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    g = strided(torch.rand(12, 1, dtype=torch.float64)).requires_grad_()
-    assert not g.is_contiguous()
-
-    def compute(v, g):
-        with kernels.assume_accelerator() if on_device else contextlib.nullcontext():
-            return compose(v, g, 0)
-
-    torch.testing.assert_close(compute(v, g), formula(v, g, 0))
-    grad_w = torch.randn_like(v)
-    expected = torch.autograd.grad(formula(v, g, 0), (v, g), grad_w)
-    torch.testing.assert_close(torch.autograd.grad(compute(v, g), (v, g), grad_w), expected)
-    with torch.no_grad():
-        torch.testing.assert_close(kernels.gradients(grad_w, v, g, 0), expected)
-
-
-@pytest.mark.parametrize("dim", [0, 1, None])
-@pytest.mark.parametrize("form", [kernels.compose, kernels.gradients], ids=["compose", "gradients"])
-def test_one_length_for_each_unit(form, dim):
-    v = torch.randn(3, 4, 2)
-    grad = [torch.ones_like(v)] if form is kernels.gradients else []
-    for grads in (True, False):
-        with torch.set_grad_enabled(grads), pytest.raises(ValueError, match="g has shape"):
-            form(*grad, v, torch.ones(2, 1, 1), dim)
-
-
-@pytest.mark.parametrize("form", [formula, closed_form, on_accelerator])
-def test_third_derivatives_are_zero_in_a_zero_row(form):
-    v, g = torch.randn(3, 2, dtype=torch.float64), torch.randn(3, 1, dtype=torch.float64)
-    v[1] = 0
-    inputs = v.requires_grad_(), g.requires_grad_()
-    total = form(v, g, 0).square().mul(torch.arange(1.0, 3)).sum()
+@every_case
+def test_all_derivatives_of_a_zero_unit_are_zero(form, shape, units):
+    v, g = leaves(shape, units)
+    v = with_rows(v, units, zero_first)
+    total = form(v, g, units).square().mul(torch.rand(shape)).sum()
     for _ in range(3):
-        grads = torch.autograd.grad(total, inputs, create_graph=True)
-        assert all((grad[1] == 0).all() for grad in grads)
+        grads = torch.autograd.grad(total, (v, g), create_graph=True)
+        assert not units.rows(grads[0])[0].any()
         assert all(grad.isfinite().all() for grad in grads)
         total = sum(grad.tanh().sum() for grad in grads)
 
 
 @every_form
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_rows_up_to_eps_are_zero_rows(form, dim, grad):
-    eps = 0.5
-    v, g = leaves((3, 4), dim)
-    v.data.select(dim, 0).zero_()[0] = eps
-    v.data.select(dim, 1).zero_()[0] = 1.001 * eps
-    v.data.select(dim, 2).fill_(eps)
-    with torch.set_grad_enabled(grad):
-        w = form(v, g, dim, 1, eps)
-    norms = w.detach().norm(dim=1 - dim)
-    assert norms[0] == 0
-    torch.testing.assert_close(norms[1:], g.detach().flatten()[1:].abs())
-    if grad:
-        grad_v, grad_g = torch.autograd.grad(w, (v, g), torch.ones_like(w))
-        assert (grad_v.select(dim, 0) == 0).all()
-        assert grad_g.flatten()[0] == 0
-        assert grad_g.flatten()[1] != 0
+@pytest.mark.parametrize("units", [Units(0), Units(1)])
+def test_units_up_to_eps_are_zero(form, units):
+    v, g = leaves((3, 3), units)
+
+    def short(rows):
+        rows[:2, 1:] = 0
+        rows[0, 0], rows[1, 0] = 0.5, 0.501
+
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            w = units.rows(form(with_rows(v, units, short), g, units, 0.5).detach())
+        assert not w[0].any()
+        torch.testing.assert_close(w[1:].norm(dim=1), g.detach().flatten()[1:].abs())
 
 
 @every_form
-def test_short_rows_have_second_derivatives(form):
-    def second(form):
-        total = form(v, g, 0).square().mul(factors).sum()
-        (grad,) = torch.autograd.grad(total, v, create_graph=True)
-        return torch.autograd.grad(grad, (v, g), grad_v)
-
-    v, g = leaves((3, 4), 0)
-    v.data *= 1e-4
-    factors, grad_v = torch.rand(2, 3, 4, dtype=torch.float64)
-    torch.testing.assert_close(second(form), second(formula), rtol=1e-9, atol=0)
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_take_the_norm_in_float32_and_round_once(form, shape, units, dtype):
+    v, g = leaves(shape, units, dtype)
+    v.data *= 200  # ‖v‖² overflows float16
+    expected = reference(v, g, units)
+    ulp = torch.finfo(dtype).eps * expected.abs()
+    assert ((form(v, g, units).double() - expected).abs() <= 0.51 * ulp + 1e-7).all()
 
 
-@every_form
-def test_an_expanded_gradient(form):
-    v, g = leaves((3, 4), 0)
-    got = torch.autograd.grad(form(v, g, 0).sum(), (v, g))
-    torch.testing.assert_close(got, torch.autograd.grad(formula(v, g, 0).sum(), (v, g)))
-
-
-@pytest.mark.parametrize("form", [compose, on_accelerator], ids=["cpu", "accelerator"])
-@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("types", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
-def test_g_of_another_type(form, dim, types):
-    v, g = leaves((3, 70), dim)
+@every_form
+def test_g_of_another_type(form, types):
+    v, g = leaves((3, 4), Units())
     v, g = (x.detach().to(dtype).requires_grad_() for x, dtype in zip((v, g), types, strict=True))
-    expected = formula(v.double(), g.double(), dim)
-    got = form(v, g, dim)
-    assert got.dtype == types[0]
+    got = form(v, g, Units())
     tolerance = {"rtol": 2 * torch.finfo(types[0]).eps, "atol": 0}
-    torch.testing.assert_close(got.double(), expected, **tolerance)
-    grad_v, grad_g = torch.autograd.grad(got.double().sum(), (v, g))
-    assert (grad_v.dtype, grad_g.dtype) == types
+    torch.testing.assert_close(got.double(), reference(v, g, Units()), **tolerance)
+    assert tuple(x.dtype for x in torch.autograd.grad(got.sum(), (v, g))) == types
 
 
-def test_gradients_of_another_type_than_the_weight():
-    v, g = (x.detach().float() for x in leaves((3, 4), 0))
-    grad_w = torch.randn(3, 4, dtype=torch.float64)
-    with torch.no_grad():
-        got = kernels.gradients(grad_w, v, g, 0)
-        expected = kernels.gradients(grad_w, v.double(), g.double(), 0)
-    assert [x.dtype for x in got] == [torch.float32] * 2
-    torch.testing.assert_close(got, tuple(x.float() for x in expected))
+@every_form
+def test_a_norm_that_overflows_is_nan_not_zero(form):
+    v, g = leaves((2, 3), Units(), torch.float32)
+    v.data[0] = 1e20
+    w = form(v, g, Units())
+    assert w[0].isnan().all()
+    assert w[1].isfinite().all()
+
+
+@every_form
+@every_case
+def test_a_strided_weight_keeps_its_memory_format(form, shape, units):
+    v, g = leaves(shape, units)
+    if len(shape) == 4:
+        v = v.detach().to(memory_format=torch.channels_last).requires_grad_()
+        assert form(v, g, units).is_contiguous(memory_format=torch.channels_last)
+    spaced = torch.stack([v.detach()] * 2, -1)[..., 0].requires_grad_()
+    for weight in (v, spaced):
+        got = form(weight, g, units)
+        torch.testing.assert_close(got, reference(weight, g, units), check_stride=False)
+        grad_w = torch.randn_like(got)
+        torch.testing.assert_close(
+            torch.autograd.grad(got, (weight, g), grad_w),
+            torch.autograd.grad(reference(weight, g, units), (weight, g), grad_w),
+            check_stride=False,
+        )
+
+
+@every_form
+@pytest.mark.parametrize("strided", [lambda g: g[::2], lambda g: g[:1].expand(6, 1)])
+def test_g_may_be_strided_and_a_gradient_expanded(form, strided):
+    v = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    g = strided(torch.rand(12, 1, dtype=torch.float64)).requires_grad_()
+    got = torch.autograd.grad(form(v, g, Units()).sum(), (v, g))
+    expected = torch.autograd.grad(reference(v, g, Units()).sum(), (v, g))
+    torch.testing.assert_close(got, expected)
 
 
 @every_form
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
 def test_weights_without_elements(form, shape):
-    v, g = leaves(shape, 0)
-    w = form(v, g, 0)
+    v, g = leaves(shape, Units())
+    w = form(v, g, Units())
     assert w.shape == shape
-    grads = torch.autograd.grad(w.sum(), (v, g))
-    assert [x.shape for x in grads] == [v.shape, g.shape]
+    assert [x.shape for x in torch.autograd.grad(w.sum(), (v, g))] == [v.shape, g.shape]
 
 
-def test_assuming_an_accelerator_may_be_nested():
-    v = torch.zeros(1)
-    with kernels.assume_accelerator():
-        with kernels.assume_accelerator():
-            assert kernels.on_accelerator(v)
-        assert kernels.on_accelerator(v)
-    assert not kernels.on_accelerator(v)
+@pytest.mark.parametrize("shape", [(64, 27), (32, 16, 3), (8, 6, 3, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weight_of_length_g_is_v_to_the_bit(shape, dtype):
+    for memory_format in (torch.contiguous_format, torch.channels_last)[: len(shape) - 2 or 1]:
+        v = torch.randn(shape, dtype=dtype)
+        v = v.to(memory_format=memory_format) if v.ndim == 4 else v
+        g = _kernels.norm(v, Units())
+        assert torch.equal(compose(v.requires_grad_(), g, Units()), v)
+
+
+@every_case
+def test_the_backward_keeps_only_v_g_and_the_norms(shape, units):
+    v, g = leaves(shape, units)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        compose(v, g, units)
+    assert sum(t.numel() for t in kept) <= v.numel() + 2 * g.numel()
+
+
+def test_function_transforms_and_forward_mode():
+    v, g = (t.detach() for t in leaves((4, 3, 2), Units(1, groups=2)))
+    call = lambda v: compose(v, g, Units(1, groups=2))  # noqa: E731
+    both = torch.func.vmap(call)(torch.stack([v, 2 * v]))
+    torch.testing.assert_close(both[0], both[1])
+    torch.testing.assert_close(torch.func.jacrev(call)(v), torch.func.jacfwd(call)(v))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(v, v)
+        tangent = torch.autograd.forward_ad.unpack_dual(call(dual)).tangent
+    torch.testing.assert_close(tangent, torch.zeros_like(v))  # along v, w does not move
+
+
+@pytest.mark.parametrize("grads", [True, False])
+@pytest.mark.parametrize("units", [Units(0), Units(1), Units(None), Units((0, 1))])
+def test_one_length_for_each_unit(units, grads):
+    v = torch.randn(3, 4, 2)
+    with torch.set_grad_enabled(grads):
+        for form in (compose, lambda *args: _kernels.gradients(torch.ones_like(v), *args)):
+            with pytest.raises(ValueError, match="g has shape"):
+                form(v, torch.ones(2, 1, 1), units)
+
+
+def second_derivative():
+    """That of torch's own weight norm, and the right one."""
+    v, g = leaves((3, 4), Units())
+    found = []
+    for form in (lambda v, g: torch._weight_norm(v, g, 0), lambda v, g: formula(v, g, Units())):
+        (grad,) = torch.autograd.grad(form(v, g).sin().sum(), v, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), v)[0])
+    return found
+
+
+def test_torchs_second_derivative_is_corrected_and_can_be_left_alone():
+    compose(*leaves((3, 4), Units()), Units())  # the first use
+    torch.testing.assert_close(*second_derivative())
+    cpu.correct_torch_second_derivative(False)
+    try:
+        torchs, right = second_derivative()
+        assert not torch.allclose(torchs, right)
+        v, g = leaves((3, 4), Units())
+        assert gradgradcheck(lambda v, g: compose(v, g, Units()), (v, g))
+    finally:
+        cpu.correct_torch_second_derivative()
+    torch.testing.assert_close(*second_derivative())

@@ -51,8 +51,8 @@ def compose(v: Tensor, g: Tensor, units: Units, eps: float = EPS) -> Tensor:
 
 def norm(v: Tensor, units: Units) -> Tensor:
     """Return ‖v‖ of each unit: on a CPU to the bit as `compose` takes it."""
-    is_plain = not torch.is_grad_enabled() and is_eager(v) and not on_accelerator(v)
-    if is_plain and cpu.serves(v, v, units):
+    is_plain = not (torch.is_grad_enabled() and v.requires_grad) and is_eager(v)
+    if is_plain and not on_accelerator(v) and cpu.serves(v, v, units):
         return cpu.norm(v)
     return units.norm(v)
 

@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weightnorm import (
     MeanOnlyBatchNorm2d,
     folded,
-    kernels,
     mean_only_batch_norm,
     parts,
     weight_norm,
+)
+from weightnorm import (
+    _kernels as kernels,
 )
 from weightnorm.layers import weight_names
 from zoo import LAYERS, every_layer, trained_network

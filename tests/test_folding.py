@@ -13,6 +13,7 @@ from weightnorm import (
     folded,
     init_,
     is_weight_normed,
+    normalized_weights,
     parts,
     remove_weight_norm,
     weight_norm,
@@ -58,7 +59,6 @@ def test_folding_keeps_the_output_and_restores_v_and_g(case):
         assert inside is layer
         assert type(layer) is type(plain)
         assert list(layer.state_dict()) == list(plain.state_dict())
-        assert not any(getattr(layer, n).requires_grad for n in weight_names(layer))
         torch.testing.assert_close(case.run(layer, inputs), before)
         plain.load_state_dict(layer.state_dict())
     torch.testing.assert_close(case.run(plain, inputs), before)
@@ -74,14 +74,14 @@ def test_removing_gives_a_plain_trainable_layer(case):
     plain, inputs = case.make(), case.inputs()
     layer = weight_norm(copy.deepcopy(plain))
     before = case.run(layer, inputs)
-    assert remove_weight_norm(layer) == list(weight_names(plain))
+    remove_weight_norm(layer)
     assert type(layer) is type(plain)
     assert [n for n, _ in layer.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert all(p.is_leaf and p.requires_grad for p in layer.parameters())
     torch.testing.assert_close(case.run(layer, inputs), before)
     case.run(layer, inputs).sum().backward()
     assert all(getattr(layer, n).grad is not None for n in weight_names(layer))
-    assert remove_weight_norm(layer) == []
+    assert remove_weight_norm(layer) is layer
 
 
 @every_flavour
@@ -91,7 +91,6 @@ def test_fold_and_remove_every_flavour(flavour, kind):
     run = lambda: model(x)[0]  # noqa: E731
     x = torch.randn(3, 4)
     before = run()
-    names = [f"0.{n}" for n in weight_names(model[0])]
     assert is_weight_normed(model[0])
     v, g = parts(model[0], weight_names(model[0])[0])
     torch.testing.assert_close(v.norm(dim=1, keepdim=True), g)
@@ -100,7 +99,7 @@ def test_fold_and_remove_every_flavour(flavour, kind):
         torch.testing.assert_close(run(), before)
     torch.testing.assert_close(run(), before)
     assert parts(model[0], weight_names(model[0])[0]).v is v
-    assert remove_weight_norm(model) == names
+    assert remove_weight_norm(model) is model
     torch.testing.assert_close(run(), before)
     run().sum().backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if "weight" in n)
@@ -129,9 +128,25 @@ def test_v_and_g_are_restored_after_an_exception():
 def test_writes_to_folded_weights_are_discarded():
     layer = weight_norm(nn.Linear(3, 2))
     before = layer.weight.detach().clone()
-    with folded(layer), torch.no_grad():
-        layer.weight.zero_()
+    with folded(layer):
+        with pytest.warns(UserWarning, match="an update of it is discarded"):
+            layer.weight.sum().backward()
+        with torch.no_grad():
+            layer.weight.zero_()
+        copied = copy.deepcopy(layer)
+        copied(torch.ones(1, 3)).sum().backward()  # a copy is a plain model, to be trained
     assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("flavour", [ours, torchs])
+def test_a_model_that_is_frozen_inside_the_block_stays_frozen(flavour):
+    model = nn.Sequential(flavour(nn.Linear(3, 2)))
+    with folded(model):
+        model.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+    with folded(model):
+        model.requires_grad_(True)
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_nested_folds():
@@ -145,7 +160,7 @@ def test_nested_folds():
 
 def test_remove_by_name():
     layer = weight_norm(nn.LSTMCell(3, 2))
-    assert remove_weight_norm(layer, "weight_ih") == ["weight_ih"]
+    remove_weight_norm(layer, "weight_ih")
     assert is_weight_normed(layer, "weight_hh")
     assert not is_weight_normed(layer, "weight_ih")
 
@@ -155,7 +170,7 @@ def test_folding_keeps_the_order_of_parameters():
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.randn(3, 3))
-            weight_norm(self, "weight")
+            weight_norm(self, "weight", dim=0)
             self.child = nn.Linear(3, 3)
 
     block = Block()
@@ -231,7 +246,7 @@ def same(before, after):
 def model():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 4), Last(), nn.Linear(4, 4))
-    weight_norm_model(model, where=lambda name, module: name != "3")
+    weight_norm_model(model, where=lambda name, module: module is not model[3])
     hooked(model[3])
     return model
 
@@ -319,7 +334,7 @@ def brought_along():
     """A model with its own weight norm, of both of torch's flavours, and ours beside it."""
     model = nn.ModuleList([torchs(nn.Linear(2, 2)), hooked(nn.Linear(2, 2)), nn.Linear(2, 2)])
     own = list(model.state_dict())
-    assert weight_norm_model(model) == ["2.weight"]
+    assert [*normalized_weights(weight_norm_model(model))][-1] == "2.weight"
     return model, own
 
 
@@ -332,9 +347,9 @@ def test_weight_norm_that_the_model_brought_along_is_kept():
             assert not any(map(is_weight_normed, model))
         assert not is_weight_normed(model[2])
     assert same(before, parameters(model))
-    assert remove_weight_norm(model, include_torch=False) == ["2.weight"]
+    remove_weight_norm(model, include_torch=False)
     assert list(model.state_dict()) == own
-    assert remove_weight_norm(model) == ["0.weight", "1.weight"]
+    assert not any(map(is_weight_normed, remove_weight_norm(model)))
 
 
 class Wrapper(nn.Module):
@@ -362,15 +377,14 @@ def test_wrapper_that_forwards_attributes_has_no_weight_of_its_own():
     ]
     with folded(model):
         assert [*model.state_dict()] == ["0.wrapped.weight", "0.wrapped.bias"]
-    assert remove_weight_norm(model) == ["0.wrapped.weight"]
+    remove_weight_norm(model)
+    assert [*model.state_dict()] == ["0.wrapped.weight", "0.wrapped.bias"]
 
 
 def test_removing_from_a_lazy_model_cancels_the_pending_normalization():
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyConv1d(2, 1))
     weight_norm_model(model)
-    assert remove_weight_norm(model[0], "bias") == []
-    assert remove_weight_norm(model) == ["0.weight", "1.weight"]
-    assert remove_weight_norm(model) == []
+    remove_weight_norm(model)
     model[0](torch.randn(2, 4))
     assert type(model[0]) is nn.Linear
 
@@ -443,14 +457,14 @@ def test_models_with_a_scripted_part():
     model = nn.Sequential(scripted, weight_norm(nn.Linear(3, 3)))
     with folded(model):
         model(torch.ones(1, 3))
-    assert remove_weight_norm(model) == ["1.weight"]
+    assert not is_weight_normed(remove_weight_norm(model)[1])
 
 
 def test_a_module_of_the_users_may_be_called_parametrizations():
     model = nn.Sequential(nn.Linear(3, 3))
     model.add_module("parametrizations", nn.ModuleDict({"weight": nn.Identity()}))
-    assert weight_norm_model(model) == ["0.weight"]
-    assert remove_weight_norm(model) == ["0.weight"]
+    assert [*normalized_weights(weight_norm_model(model))] == ["0.weight"]
+    assert not normalized_weights(remove_weight_norm(model))
 
 
 @every_flavour
@@ -475,7 +489,7 @@ def test_a_weight_that_is_replaced_inside_the_block_comes_back(flavour, change):
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
     with folded(model):  # nothing is left folded
         torch.testing.assert_close(model(x), y)
-    assert len(remove_weight_norm(model)) == 2
+    assert not normalized_weights(remove_weight_norm(model))
 
 
 def test_a_pruned_part_of_torchs_hook_is_refused_before_anything_changes():
@@ -487,7 +501,7 @@ def test_a_pruned_part_of_torchs_hook_is_refused_before_anything_changes():
             change(model)
         assert list(model.state_dict()) == keys
     prune.remove(model[1], "weight_v")
-    assert remove_weight_norm(model) == ["0.weight", "1.weight"]
+    assert not normalized_weights(remove_weight_norm(model))
 
 
 def test_removed_in_inference_mode_the_weight_can_be_trained():

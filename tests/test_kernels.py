@@ -1,5 +1,7 @@
 """Every form of w = g·v/‖v‖ against float64, torch and finite differences."""
 
+import os
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -145,7 +147,9 @@ def test_half_types_take_the_norm_in_float32_and_round_once(form, shape, units, 
     v.data *= 200  # ‖v‖² overflows float16
     expected = reference(v, g, units)
     ulp = torch.finfo(dtype).eps * expected.abs()
-    assert ((form(v, g, units).double() - expected).abs() <= 0.51 * ulp + 1e-7).all()
+    # Triton's interpreter truncates bfloat16 where a GPU rounds.
+    rounding = 1.01 if "TRITON_INTERPRET" in os.environ and dtype is torch.bfloat16 else 0.51
+    assert ((form(v, g, units).double() - expected).abs() <= rounding * ulp + 1e-7).all()
 
 
 @pytest.mark.parametrize("types", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])

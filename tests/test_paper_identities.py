@@ -6,16 +6,15 @@ from torch import nn
 
 from weightnorm import mean_only_batch_norm, normalized_weights, parts, weight_norm
 from weightnorm.functional import norm
-from weightnorm.layers import unit_axis, weight_names
+from weightnorm.layers import units_of, weight_names
 from zoo import LAYERS
 
 NAMES = [n for n in LAYERS if not n.startswith("attention")]
 
 
-def parts_and_axes(layer):
+def parts_and_units(layer):
     for name in weight_names(layer):
-        dim, groups = unit_axis(layer, name)
-        yield (*parts(layer, name), dim, groups)
+        yield (*parts(layer, name), units_of(layer))
 
 
 def after_backward(name):
@@ -31,9 +30,8 @@ def after_backward(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_of_v_is_orthogonal_to_v(name):
-    for v, _, dim, groups in parts_and_axes(after_backward(name)):
-        products = (v * v.grad).unflatten(0, (groups, -1))
-        dot = products.sum([d for d in range(products.ndim) if d not in (0, dim + 1)])
+    for v, _, units in parts_and_units(after_backward(name)):
+        dot = units.rows(v * v.grad).sum(1)
         assert dot.abs().max() < 1e-12
         assert v.grad.abs().max() > 1e-4
 
@@ -42,13 +40,12 @@ def test_gradient_of_v_is_orthogonal_to_v(name):
 def test_gradient_descent_grows_v_by_pythagoras(name):
     layer, lr = after_backward(name), 0.3
     before = [
-        (norm(v, dim, groups=groups).detach(), norm(v.grad, dim, groups=groups))
-        for v, _, dim, groups in parts_and_axes(layer)
+        (norm(v, units).detach(), norm(v.grad, units)) for v, _, units in parts_and_units(layer)
     ]
     torch.optim.SGD(layer.parameters(), lr=lr).step()
-    for (length, step), (v, _, dim, groups) in zip(before, parts_and_axes(layer), strict=True):
+    for (length, step), (v, _, units) in zip(before, parts_and_units(layer), strict=True):
         c = lr * step / length  # ‖Δv‖/‖v‖
-        torch.testing.assert_close(norm(v, dim, groups=groups), (1 + c**2).sqrt() * length)
+        torch.testing.assert_close(norm(v, units), (1 + c**2).sqrt() * length)
 
 
 def test_norm_of_w_is_g_throughout_training():

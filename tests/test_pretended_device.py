@@ -15,11 +15,13 @@ from weightnorm import (
     WeightNormOptimizer,
     batched_weights,
     data_dependent_init,
-    kernels,
     mean_only_batch_norm,
     parameterize,
     weight_norm,
     weight_norm_model,
+)
+from weightnorm import (
+    _kernels as kernels,
 )
 from zoo import LAYERS
 

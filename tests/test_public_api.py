@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import weightnorm
+from weightnorm.functional import Units
 
 MEAN_ONLY = (
     "(num_features, momentum=0.1, bias=True, track_running_stats=True, *, group=None, "
@@ -19,13 +20,11 @@ PUBLIC = {
     "MeanOnlyBatchNorm3d": MEAN_ONLY,
     "Parameterization": None,
     "Parts": "(v, g)",
-    "WeightNorm": "(dim, *, groups=1, scale='linear', mask=None, eps=1e-12)",
     "WeightNormOptimizer": (
         "(model, inner, params=None, *, lengths=None, others=None, where=None, dim='auto', "
         "scale='linear', train_g=True, retract=False, project=True, normalize_update=False, "
         "weight_decay_on='parts', matrices=None, **options)"
     ),
-    "batched_weights": "(model)",
     "convert_state_dict": "(state, to, *, weights=(), dim='infer')",
     "data_dependent_init": "(model, *batch, target_std=1.0, group=None, forward=None)",
     "diagnostics": None,
@@ -36,6 +35,7 @@ PUBLIC = {
     "load_state_dict": "(model, state, strict=True)",
     "mean_only_batch_norm": "(layer, momentum=0.1, *, group=None)",
     "normalized_weights": "(model)",
+    "param_groups": "(model, *, v=None, g=None, others=None)",
     "parameterize": "(layer, how, *, group=None)",
     "parts": "(module, name='weight')",
     "remove_weight_norm": "(module, name=None, *, include_torch=True)",
@@ -54,11 +54,13 @@ PUBLIC = {
 FUNCTIONAL = {
     "EPS": None,
     "Parts": "(v, g)",
-    "compose": "(*, v, g, dim=0, groups=1, mask=None, eps=1e-12)",
-    "decompose": "(w, dim=0, *, groups=1, mask=None, eps=1e-12)",
-    "gradients": "(grad_w, *, v, g, dim=0, groups=1, eps=1e-12)",
-    "norm": "(v, dim=0, *, groups=1)",
-    "project": "(x, w, dim=0, *, groups=1)",
+    "Units": "(dim=0, groups=1)",
+    "compose": f"(*, v, g, units={Units()}, mask=None, eps=1e-12)",
+    "correct_torch_second_derivative": "(enabled=True)",
+    "decompose": f"(w, units={Units()}, *, mask=None, eps=1e-12)",
+    "gradients": f"(grad_w, *, v, g, units={Units()}, eps=1e-12)",
+    "norm": f"(v, units={Units()})",
+    "project": f"(x, w, units={Units()})",
     "row_norm_low_rank": "(W, A, B, s=1.0)",
 }
 

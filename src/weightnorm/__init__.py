@@ -32,7 +32,6 @@ if (
     signal.signal(signal.SIGINT, _exit_on_interrupt)
 
 from weightnorm import diagnostics, functional
-from weightnorm._parametrize import WeightNorm
 from weightnorm.checkpoints import convert_state_dict, load_state_dict
 from weightnorm.data_init import data_dependent_init
 from weightnorm.folding import folded, remove_weight_norm
@@ -63,7 +62,6 @@ __all__ = [
     "MeanOnlyBatchNorm3d",
     "Parameterization",
     "Parts",
-    "WeightNorm",
     "WeightNormOptimizer",
     "convert_state_dict",
     "data_dependent_init",

@@ -110,6 +110,17 @@ def parametrizations_of(module: nn.Module) -> Any:
     return own if all(isinstance(one, ParametrizationList) for one in own.values()) else {}
 
 
+def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of a model with their paths, without those of parametrizations."""
+    inner = {
+        part
+        for module in model.modules()
+        for parametrizations in parametrizations_of(module).values()
+        for part in parametrizations.modules()
+    }
+    return [(path, module) for path, module in model.named_modules() if module not in inner]
+
+
 class WeightNormParametrizationList(ParametrizationList):
     """Hold original0 = g (or s) and original1 = v of one normalized weight."""
 
@@ -296,8 +307,8 @@ class NormalizeWhenMaterialized:
         module.register_forward_pre_hook(self)
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
-        self.remove()
         self.apply()
+        self.remove()
 
     def remove(self) -> None:
         """Take the hook off its modules."""

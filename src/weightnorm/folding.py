@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weightnorm._dtensor import refuse_sharded
 from weightnorm._parametrize import (
@@ -66,7 +67,7 @@ def remove_weight_norm(module: M, name: str | None = None, *, include_torch: boo
                     f"{weight.path}: {other} is registered after weight norm; remove it first with "
                     "torch.nn.utils.parametrize.remove_parametrizations"
                 )
-        _replace_by_parameters(found, trainable=True)
+        _replace_by_parameters(found)
     for submodule in module.modules():  # lazy ones, not normalized yet
         for weight_name, hook in pending_hooks(submodule).items():
             if name in (None, weight_name):
@@ -78,12 +79,13 @@ def remove_weight_norm(module: M, name: str | None = None, *, include_torch: boo
 
 @contextmanager
 def folded(model: M, *, include_torch: bool = True) -> Iterator[M]:
-    """Replace every normalized weight by a plain, frozen parameter inside the block.
+    """Replace every normalized weight by a plain parameter inside the block.
 
     For inference, acting and export: no weight is recomputed, and the state dict is that of a plain
     model. After the block v and g are back bit for bit, also if the block raises; writes to the
-    plain parameters are discarded. A model that is moved or cast inside stays so. Pruning or
-    parametrizing a folded weight inside the block is an error when the block ends.
+    plain parameters are discarded, so training them raises a warning. A model that is moved, cast
+    or frozen inside stays so. Pruning or parametrizing a folded weight inside the block is an error
+    when the block ends.
 
     Threads: enter it once and call the model from any number of threads inside, or let each thread
     enter it; v and g come back when the last block is left. Threads that call the model outside of
@@ -111,7 +113,7 @@ def folded(model: M, *, include_torch: bool = True) -> Iterator[M]:
 _Move = Callable[[], object]
 """Moves v and g to the device and type that the plain weight was moved to inside the block."""
 _Undo = Callable[[], tuple[list[_Move], list[str]]]
-"""Restores v and g of a module; returns the moves, and the weights that were parameters no more."""
+"""Restores v and g of a module; returns the moves, and the weights replaced inside the block."""
 
 
 @dataclass
@@ -132,7 +134,7 @@ def _fold(model: nn.Module, include_torch: bool) -> list[nn.Module]:
     found = [w for w in find_normalized(model) if include_torch or not w.is_torchs]
     if found:
         refuse_sharded(model, _GATHER)
-    for module, undo in _replace_by_parameters(found, trainable=False):
+    for module, undo in _replace_by_parameters(found, warn=_warn_of_training):
         _FOLDS.setdefault(module, _Fold()).undo.append(undo)
     modules = [module for module in model.modules() if module in _FOLDS]
     for module in modules:
@@ -172,8 +174,16 @@ def refuse_folded(module: nn.Module, action: str) -> None:
         )
 
 
+def _warn_of_training(weight: Tensor) -> None:
+    warnings.warn(
+        "a weight inside `with folded(...)` has received a gradient: an update of it is discarded "
+        "at the end of the block; train outside of it",
+        stacklevel=2,
+    )
+
+
 def _replace_by_parameters(
-    found: list[NormalizedWeight], *, trainable: bool
+    found: list[NormalizedWeight], *, warn: Callable[[Tensor], None] | None = None
 ) -> list[tuple[nn.Module, _Undo]]:
     """Replace normalized weights by parameters of the same value; return how to undo each."""
     for weight in found:
@@ -185,8 +195,10 @@ def _replace_by_parameters(
         for weight in found:
             v, g = weight.stored
             if weight.identity not in tied:
-                grad = trainable and (v.requires_grad or g.requires_grad)
-                tied[weight.identity] = nn.Parameter(weight.weight(), requires_grad=grad)
+                parameter = nn.Parameter(weight.weight(), v.requires_grad or g.requires_grad)
+                if warn is not None and parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(warn)
+                tied[weight.identity] = parameter
     undos: list[tuple[nn.Module, _Undo]] = []
     for module, group in groupby(found, key=lambda weight: weight.module):
         weights = list(group)
@@ -195,7 +207,7 @@ def _replace_by_parameters(
         for weight in weights:
             parameter = tied[weight.identity]
             (hooked if weight.parametrization is None else parametrized)[weight.name] = parameter
-        before = [(tied[weight.identity].dtype, tied[weight.identity].device) for weight in weights]
+        before = [_properties(tied[weight.identity]) for weight in weights]
         steps = [unparametrize(module, parametrized)] if parametrized else []
         steps += [remove_torch_hook(module, name, w) for name, w in hooked.items()]
         undos.append((module, partial(_undo, weights, before, steps, _Registered.of(module))))
@@ -212,6 +224,18 @@ def _refuse_pruned(weight: NormalizedWeight) -> None:
                 f"{part} of {weight.path} is not a parameter; if it is pruned, call "
                 f"torch.nn.utils.prune.remove(layer, {part!r}) first"
             )
+
+
+class _Properties(NamedTuple):
+    """What may change in a plain weight inside the block, and stays."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+def _properties(weight: Tensor) -> _Properties:
+    return _Properties(weight.dtype, weight.device, weight.requires_grad)
 
 
 class _Registered(NamedTuple):
@@ -241,12 +265,12 @@ class _Registered(NamedTuple):
 
 def _undo(
     weights: list[NormalizedWeight],
-    before: list[tuple[torch.dtype, torch.device]],
+    before: list[_Properties],
     steps: list[Callable[[], None]],
     registered: _Registered,
 ) -> tuple[list[_Move], list[str]]:
-    """Restore v and g; return the moves of those whose plain weight was cast or moved, and the
-    names of those that are no parameter any more."""
+    """Restore v and g, frozen or not as the plain weight is now; return the moves of those whose
+    plain weight was cast or moved, and the names of weights replaced inside the block."""
     module = weights[0].module
     plain = [module._parameters.get(weight.name) for weight in weights]
     replaced = [weight.path for weight, now in zip(weights, plain, strict=True) if now is None]
@@ -256,7 +280,13 @@ def _undo(
         step()
     moves: list[_Move] = []
     for weight, was, now in zip(weights, before, plain, strict=True):
-        if now is not None and (now.dtype, now.device) != was:
+        if now is None:
+            continue
+        if now.requires_grad != was.requires_grad:
+            for part in weight.stored:
+                if isinstance(part, nn.Parameter):
+                    part.requires_grad_(now.requires_grad)
+        if (now.dtype, now.device) != (was.dtype, was.device):
             moved = module if weight.parametrization is None else weight.parametrizations
             moves.append(partial(moved.to, now.device, now.dtype))
     return moves, replaced

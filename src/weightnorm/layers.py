@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from weightnorm import _units
 from weightnorm._dtensor import refuse_partitioned
-from weightnorm._parametrize import parametrizations_of, pending_hooks
+from weightnorm._parametrize import modules_of, parametrizations_of, pending_hooks
 from weightnorm._torch_private import ConvBase, ConvTransposeBase
 from weightnorm._units import Units
 from weightnorm.inspection import is_weight_normed
@@ -105,7 +105,7 @@ def select(
     """
     chosen: list[PlainWeight] = []
     already = 0
-    for prefix, module in model.named_modules():
+    for prefix, module in modules_of(model):
         for name in _candidates(module, where is not None):
             path = f"{prefix}.{name}".lstrip(".")
             if where is None:
@@ -141,7 +141,7 @@ def plain_weight(module: nn.Module, name: str, dim: Dim, path: str | None = None
     parameter = module._parameters.get(name)
     if (reason := _refusal(module, name)) is not None:
         raise ValueError(f"{path} cannot be weight-normalized: {reason}")
-    if parameter is None:
+    if parameter is None or name in pending_hooks(module):
         raise ValueError(f"{path} {_why_not_a_parameter(module, name)}")
     if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
         raise TypeError(
@@ -207,7 +207,7 @@ def _with_tied(model: nn.Module, chosen: list[PlainWeight]) -> list[PlainWeight]
     first = {id(weight.parameter): weight for weight in reversed(chosen)}
     by_path = {weight.path: weight for weight in chosen}
     complete = []
-    for prefix, module in model.named_modules():
+    for prefix, module in modules_of(model):
         for name, parameter in module._parameters.items():
             path = f"{prefix}.{name}".lstrip(".")
             weight = by_path.get(path)
@@ -287,15 +287,9 @@ def memory_key(parameter: Tensor) -> tuple[int, int]:
 def parameter_owners(model: nn.Module) -> dict[tuple[int, int], list[tuple[str, nn.Module]]]:
     """Map the memory of each parameter to the modules (path, module) that own it; tied parameters
     have several."""
-    inner = {
-        part
-        for module in model.modules()
-        for parametrizations in parametrizations_of(module).values()
-        for part in parametrizations.modules()
-    }
     owners: dict[tuple[int, int], list[tuple[str, nn.Module]]] = {}
-    for path, module in model.named_modules():
-        for parameter in own_parameters(module) if module not in inner else ():
+    for path, module in modules_of(model):
+        for parameter in own_parameters(module):
             if not is_lazy(parameter):
                 owners.setdefault(memory_key(parameter), []).append((path, module))
     return owners

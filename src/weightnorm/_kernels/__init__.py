@@ -1,6 +1,7 @@
 """Compute w = g·v/‖v‖: one kernel per device, and the formula for everything else.
 
 - CPU (cpu.py): torch's fused kernel, where units are rows.
+- accelerators (triton.py): kernels of our own.
 - any device (formula.py): eq. 3 as the backward pass in eager mode; under compilers, tracers and
   function transforms plain differentiable operations.
 
@@ -40,7 +41,11 @@ def compose(v: Tensor, g: Tensor, units: Units, eps: float = EPS) -> Tensor:
     if not is_differentiated_by_autograd(v):
         return formula(v, g, units, eps)
     w = None
-    if is_eager(v) and not on_accelerator(v) and cpu.serves(v, g, units):
+    if on_accelerator(v):
+        from weightnorm._kernels import triton
+
+        w = triton.compose(v, g, units, eps)
+    elif is_eager(v) and cpu.serves(v, g, units):
         w = cpu.compose(v, g, eps)
     if w is not None:
         return w
@@ -50,11 +55,15 @@ def compose(v: Tensor, g: Tensor, units: Units, eps: float = EPS) -> Tensor:
 
 
 def norm(v: Tensor, units: Units) -> Tensor:
-    """Return ‖v‖ of each unit: on a CPU to the bit as `compose` takes it."""
-    is_plain = not (torch.is_grad_enabled() and v.requires_grad) and is_eager(v)
-    if is_plain and not on_accelerator(v) and cpu.serves(v, v, units):
-        return cpu.norm(v)
-    return units.norm(v)
+    """Return ‖v‖ of each unit: where a kernel serves, to the bit as `compose` takes it."""
+    if (torch.is_grad_enabled() and v.requires_grad) or not is_eager(v):
+        return units.norm(v)
+    if not on_accelerator(v):
+        return cpu.norm(v) if cpu.serves(v, v, units) else units.norm(v)
+    from weightnorm._kernels import triton
+
+    found = triton.norm(v, units)
+    return units.norm(v) if found is None else found
 
 
 def gradients(grad_w: Tensor, v: Tensor, g: Tensor, units: Units, eps: float = EPS) -> Parts:

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_map
 
 from weightnorm import (
     WeightNormOptimizer,
+    _parametrize,
     init_,
     is_weight_normed,
     normalized_weights,
@@ -20,12 +22,16 @@ from weightnorm import (
     weight_norm_model,
 )
 from weightnorm._parametrize import WeightNorm
-from weightnorm.functional import norm
-from weightnorm.layers import unit_axis, weight_names
+from weightnorm.functional import Units, norm
+from weightnorm.layers import units_of, weight_names
 from zoo import LAYERS, every_layer
 
 SCALES = ["linear", "log"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def names(model):
+    return list(normalized_weights(model))
 
 
 def snapshot(module):
@@ -56,9 +62,7 @@ def test_one_g_for_each_output_unit(case):
     layer = weight_norm(case.make())
     for name in weight_names(layer):
         v, g = parts(layer, name)
-        dim, groups = unit_axis(layer, name)
-        assert g.numel() == v.shape[dim] * groups
-        torch.testing.assert_close(g, norm(v, dim, groups=groups))
+        torch.testing.assert_close(g, norm(v, units_of(layer)))
 
 
 def test_transposed_convolutions_have_one_g_for_each_output_channel():
@@ -80,8 +84,10 @@ STEPPED = ["linear", "bilinear", "conv1d", "conv2d", "conv3d", "embedding", "lst
 @pytest.mark.parametrize("name", STEPPED)
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_optimizer_steps_match_torchs_weight_norm(name, optimizer):
-    ours, case = LAYERS[name].make(), LAYERS[name]
-    theirs, inputs = copy.deepcopy(ours), case.inputs()
+    ours, case = LAYERS[name].make().double(), LAYERS[name]
+    inputs = case.inputs()
+    inputs = tree_map(lambda x: x.double() if x.is_floating_point() else x, inputs)
+    theirs = copy.deepcopy(ours)
     weight_norm(ours)
     for tensor in weight_names(theirs):
         parametrizations.weight_norm(theirs, tensor)
@@ -97,30 +103,6 @@ def test_optimizer_steps_match_torchs_weight_norm(name, optimizer):
     torch.testing.assert_close(*losses)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d", "conv-transpose2d", "gru-cell"])
-def test_values_gradients_and_step_match_torchs_kernel(name, dim, scale, dtype):
-    layer = weight_norm(LAYERS[name].make().to(dtype), dim=dim, scale=scale)
-    for parametrization_list in layer.parametrizations.values():
-        g, v = parametrization_list.original0, parametrization_list.original1
-        other = [p.detach().clone().requires_grad_() for p in (g, v)]
-        length = other[0].exp() if scale == "log" else other[0]
-        expected = torch._weight_norm(other[1], length, dim % v.ndim)
-        got = parametrization_list()
-        tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
-        torch.testing.assert_close(got, expected, **tolerance)
-        grad = torch.randn_like(got)
-        got.backward(grad)
-        expected.backward(grad)
-        for mine, theirs in zip((g, v), other, strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, **tolerance)
-        for pair in ((g, v), other):
-            torch.optim.SGD(pair, lr=0.1).step()
-        torch.testing.assert_close([g, v], other, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,13 +135,6 @@ def test_log_scale_stores_s_under_its_own_state_dict_key():
         weight_norm(nn.Linear(3, 2)).load_state_dict(layer.state_dict())
     with pytest.raises(RuntimeError, match="log_scale"):
         layer.load_state_dict(weight_norm(nn.Linear(3, 2)).state_dict())
-
-
-def test_load_state_dict_of_torchs_parametrization():
-    theirs = parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
-    ours = weight_norm(nn.Conv2d(3, 4, 3))
-    ours.load_state_dict(theirs.state_dict())
-    torch.testing.assert_close(ours.weight, theirs.weight)
 
 
 def test_load_state_dict_of_torchs_hook():
@@ -294,8 +269,9 @@ def test_weight_norm_model_normalizes_every_known_layer():
     model = nn.Sequential(
         nn.Embedding(9, 4), nn.LSTM(4, 4), nn.TransformerEncoderLayer(4, 2, 8), nn.LayerNorm(4)
     )
-    names = weight_norm_model(model)
-    assert names == [
+    assert weight_norm_model(model) is model
+    chosen = names(model)
+    assert chosen == [
         "1.weight_ih_l0",
         "1.weight_hh_l0",
         "2.self_attn.in_proj_weight",
@@ -303,8 +279,8 @@ def test_weight_norm_model_normalizes_every_known_layer():
         "2.linear1.weight",
         "2.linear2.weight",
     ]
-    assert list(normalized_weights(model)) == names
-    assert weight_norm_model(model, where=lambda name, module: True) == ["0.weight"]
+    weight_norm_model(model, where=lambda name, module: name == "0.weight")
+    assert names(model) == ["0.weight", *chosen]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -320,8 +296,8 @@ def test_transformer_layer_keeps_its_output(training):
 def test_tied_weights_stay_tied():
     model = nn.ModuleDict({"embed": nn.Embedding(7, 3), "out": nn.Linear(3, 7, bias=False)})
     model["out"].weight = model["embed"].weight
-    names = weight_norm_model(model, where=lambda name, module: True)
-    assert names == ["embed.weight", "out.weight"]
+    weight_norm_model(model, where=lambda name, module: isinstance(module, nn.Embedding))
+    assert names(model) == ["embed.weight", "out.weight"]
     assert parts(model["embed"]).v is parts(model["out"]).v
     assert len(list(model.parameters())) == 2
     twin = copy.deepcopy(model)
@@ -337,7 +313,7 @@ def test_tied_weights_with_different_axes_are_refused():
         weight_norm_model(model)
     assert model[0].weight is model[1].weight
     assert type(model[0]) is nn.Conv1d
-    assert weight_norm_model(model, dim=0) == ["0.weight", "1.weight"]
+    weight_norm_model(model, dim=0)
     assert parts(model[0]).g is parts(model[1]).g
 
 
@@ -358,7 +334,7 @@ class TiedLanguageModel(nn.Module):
 def test_tied_weights_of_which_one_is_chosen_by_default():
     model, x = TiedLanguageModel(), torch.tensor([1, 5])
     before, count = model(x), sum(p.numel() for p in model.parameters())
-    assert weight_norm_model(model) == ["shared", "embed.weight", "head.weight"]
+    assert names(weight_norm_model(model)) == ["shared", "embed.weight", "head.weight"]
     torch.testing.assert_close(model(x), before)
     assert parts(model.embed).v is parts(model.head).v is parts(model, "shared").v
     assert sum(p.numel() for p in model.parameters()) == count + 7  # one g for each unit
@@ -367,15 +343,6 @@ def test_tied_weights_of_which_one_is_chosen_by_default():
     assert torch.equal(model.embed.weight, model.head.weight)
     remove_weight_norm(model)
     assert model.embed.weight is model.head.weight is model.shared
-
-
-@pytest.mark.parametrize("chosen", [nn.Embedding, nn.Linear])
-def test_where_that_selects_one_of_several_tied_weights_is_refused(chosen):
-    model = TiedLanguageModel()
-    with pytest.raises(ValueError, match=r"`where` selected .*\.weight but not .*same parameter"):
-        weight_norm_model(model, where=lambda name, module: isinstance(module, chosen))
-    assert model.embed.weight is model.head.weight is model.shared
-    assert type(model.embed) is nn.Embedding
 
 
 class Transposed(nn.Module):
@@ -391,7 +358,7 @@ class Transposed(nn.Module):
 
 def test_weights_of_unknown_modules_are_listed():
     model = nn.Sequential(nn.Embedding(5, 3), Transposed(3, 4), nn.Linear(4, 2), nn.LayerNorm(2))
-    assert weight_norm_model(model) == ["2.weight"]
+    assert names(weight_norm_model(model)) == ["2.weight"]
     assert list(unnormalized_weights(model)) == ["0.weight", "1.weight"]
     assert unnormalized_weights(model)["1.weight"] is model[1].weight
     weight_norm(model[1], dim=1)
@@ -406,23 +373,48 @@ def test_unnormalized_weights_of_lazy_and_torchs_layers():
 def test_where_selects_weights_of_unknown_modules_by_dim():
     model = nn.Sequential(Transposed(3, 4), nn.Linear(4, 2), nn.LayerNorm([2, 2]))
     everything = {"where": lambda name, module: True}
-    with pytest.raises(ValueError, match=r"selected 0, but the output axis of Transposed.weight"):
+    with pytest.raises(ValueError, match=r"0.weight: the output axis of a parameter of Transposed"):
         weight_norm_model(model, **everything)
-    assert weight_norm_model(model, dim=1, **everything) == ["0.weight", "1.weight"]
+    assert names(weight_norm_model(model, dim=1, **everything)) == ["0.weight", "1.weight"]
     assert parts(model[0]).g.shape == (1, 4)
     with pytest.raises(ValueError, match="all 2 weights are normalized already"):
         weight_norm_model(model, **everything)
 
 
-def test_model_of_unknown_modules_only_names_them():
-    with pytest.raises(ValueError, match=r"no linear.*; 0 \(Transposed\) can be normalized by"):
-        weight_norm_model(nn.Sequential(Transposed(3, 4), nn.ReLU()))
+class Experts(nn.Module):
+    """Stacked matrices that are not called ``weight``, and a fused projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(2, 4, 3)), nn.Parameter(torch.randn(2, 3, 4))
+        self.qkv, self.scale = nn.Parameter(torch.randn(9, 3)), nn.Parameter(torch.ones(3))
+
+
+def test_parameters_are_chosen_by_name():
+    model = nn.Sequential(Experts(), nn.Linear(3, 2))
+    before = [p.detach().clone() for p in model.parameters()]
+    stacked = lambda name, module: name in ("0.up", "0.down")  # noqa: E731
+    weight_norm_model(model, where=stacked, dim=(0, 1))
+    weight_norm_model(model, where=lambda name, module: name.endswith("qkv"), dim=0)
+    assert names(model) == ["0.up", "0.down", "0.qkv"]
+    assert [g.shape for _, g in normalized_weights(model).values()] == [
+        (2, 4, 1), (2, 3, 1), (9, 1)
+    ]  # fmt: skip
+    remove_weight_norm(model)
+    after = {tuple(p.shape): p for p in model.parameters()}
+    for tensor in before:
+        torch.testing.assert_close(after[tuple(tensor.shape)].detach(), tensor)
+
+
+def test_dim_may_be_a_function_of_name_and_module():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    weight_norm_model(model, dim=lambda name, module: 0 if name == "0.weight" else 1)
+    assert [g.shape for _, g in normalized_weights(model).values()] == [(3, 1), (1, 3)]
 
 
 def test_lazy_layers_are_normalized_when_materialized():
     model = nn.Sequential(nn.LazyConvTranspose2d(4, 3), nn.Flatten(), nn.LazyLinear(2))
-    names = weight_norm_model(model)
-    assert names == ["0.weight", "2.weight"]
+    weight_norm_model(model)
     assert not is_weight_normed(model[0])
     model(torch.randn(2, 3, 5, 5))
     assert parts(model[0]).g.shape == (1, 4, 1, 1)
@@ -475,14 +467,14 @@ def test_initial_g(g, expected, scale, train_g):
     torch.testing.assert_close(parts(layer).v, plain.weight)
     torch.testing.assert_close(norm(layer.weight), expected)
     s = layer.parametrizations.weight.original0
-    assert s.requires_grad == train_g
+    assert isinstance(s, nn.Parameter) == train_g
     torch.testing.assert_close(s, expected.log() if scale == "log" else expected)
 
 
 @every_layer
 def test_initial_g_of_every_layer(case):
     model = nn.Sequential(case.make())
-    weight_norm_model(model, where=lambda name, module: True, g=0.5)
+    weight_norm_model(model, where=lambda name, module: name.count(".") == 1, g=0.5)
     for v, g in normalized_weights(model).values():
         assert (g == 0.5).all()
         assert v.isfinite().all()
@@ -530,7 +522,7 @@ def test_norms_of_large_weights_are_exact_for_every_axis(dim, dtype):
     w = torch.randn(2048, 2048).to(dtype)
     wide = w.double()
     exact = wide.norm() if dim is None else wide.norm(dim=1 - dim, keepdim=True)
-    torch.testing.assert_close(norm(w, dim).double(), exact, rtol=5e-6, atol=0)
+    torch.testing.assert_close(norm(w, Units(dim)).double(), exact, rtol=5e-6, atol=0)
 
 
 @pytest.mark.parametrize("options", [{"scale": "log"}, {"scale": "log", "g": 2.0}, {}])
@@ -544,25 +536,12 @@ def test_every_tensor_is_on_the_device_of_the_weight(options):
     assert {t.device.type for t in [*layer.parameters(), *layer.buffers()]} == {"meta"}
 
 
-def test_torchs_keyword_arguments():
-    assert is_weight_normed(weight_norm(module=nn.Linear(3, 2), name="weight", dim=0))
-
-
 BAD = {
-    "container": (nn.Sequential(nn.Linear(3, 2)), {}, ValueError, "use weight_norm_model"),
-    "name is no string": (nn.Linear(3, 2), {"name": 0}, TypeError, "name=0 must be the name"),
-    "several names": (nn.Linear(3, 2), {"name": ["weight"]}, TypeError, "must be the name of one"),
-    "dim is a float": (nn.Linear(3, 2), {"dim": 1.5}, ValueError, "dim=1.5 is unknown"),
-    "dim is a bool": (nn.Linear(3, 2), {"dim": True}, ValueError, "dim=True is unknown"),
-    "mask is a list": (nn.Linear(3, 2), {"mask": [1]}, TypeError, "mask must be a tensor"),
+    "container": (nn.Sequential(nn.Linear(3, 2)), {}, ValueError, "none: normalize its layers"),
+    "dim is a float": (nn.Linear(3, 2), {"dim": 1.5}, TypeError, "dim=1.5; expected an axis"),
+    "dim is a bool": (nn.Linear(3, 2), {"dim": True}, TypeError, "dim=True; expected an axis"),
     "negative eps": (nn.Linear(3, 2), {"eps": -1.0}, ValueError, "eps=-1.0 must be a number"),
     "eps is NaN": (nn.Linear(3, 2), {"eps": float("nan")}, ValueError, "eps=nan must be"),
-    "g is a list": (
-        nn.Linear(3, 2),
-        {"g": [1.0, 2.0]},
-        TypeError,
-        "g must be a number or a tensor",
-    ),
     "g of another shape": (
         nn.Linear(3, 2),
         {"g": torch.ones(3)},
@@ -572,19 +551,34 @@ BAD = {
     "g not finite": (nn.Linear(3, 2), {"g": float("nan")}, ValueError, "g=nan must be finite"),
     "log of 0": (nn.Linear(3, 2), {"g": 0, "scale": "log"}, ValueError, "g=0 must be positive"),
     "g on meta": (nn.Linear(3, 2, device="meta"), {"g": 1}, ValueError, "g would lose its values"),
-    "no such parameter": (nn.Linear(3, 2), {"name": "wieght"}, ValueError, "did you mean 'weight'"),
+    "no such parameter": (
+        nn.Linear(3, 2),
+        {"name": "wieght"},
+        ValueError,
+        "the parameters are weight, bias",
+    ),
     "no parameter at all": (
         nn.ReLU(),
         {},
         ValueError,
-        "has no parameter 'weight': it has no parameters",
+        "ReLU.weight does not exist; the parameters are none",
     ),
-    "one-dimensional": (nn.LayerNorm(3), {}, ValueError, r"1 dimension, .* pass dim=None"),
+    "one-dimensional": (
+        nn.LayerNorm(3),
+        {},
+        ValueError,
+        "output axis of a parameter of LayerNorm is unknown",
+    ),
     "dim too large": (nn.Linear(3, 2), {"dim": 2}, IndexError, "dim=2 is out of range"),
     "dim too small": (nn.Linear(3, 2), {"dim": -3}, IndexError, "dim=-3 is out of range"),
-    "dim unknown": (nn.Linear(3, 2), {"dim": "rows"}, ValueError, "dim='rows' is unknown"),
+    "dim unknown": (nn.Linear(3, 2), {"dim": "rows"}, TypeError, "dim='rows'; expected an axis"),
     "complex": (nn.Linear(3, 2, dtype=torch.complex64), {}, TypeError, "complex64; .* two real"),
-    "scale unknown": (nn.Linear(3, 2), {"scale": "lin"}, ValueError, "'lin' is unknown.*'linear'"),
+    "scale unknown": (
+        nn.Linear(3, 2),
+        {"scale": "lin"},
+        ValueError,
+        "'lin' is unknown; expected one of",
+    ),
     "wrong mask": (nn.Linear(3, 2), {"mask": torch.ones(2)}, ValueError, "mask has shape"),
     "twice": (weight_norm(nn.Linear(3, 2)), {}, ValueError, "already; use remove_weight_norm"),
     "twice, torch's": (
@@ -636,16 +630,6 @@ def test_bad_input_is_refused_and_changes_nothing(layer, options, error, message
     torch.testing.assert_close(after, before)
 
 
-@pytest.mark.parametrize("function", [weight_norm, weight_norm_model])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_arguments_that_are_no_modules_are_refused(function):
-    for argument in (None, "linear", nn.Linear, nn.Linear(3, 2).parameters()):
-        with pytest.raises(TypeError, match=r"expects a torch.nn.Module; got"):
-            function(argument)
-    with pytest.raises(TypeError, match="cannot change a ScriptModule"):
-        function(torch.jit.script(nn.Linear(3, 2)))
-
-
 def test_integer_weights_are_refused():
     layer = nn.Linear(3, 2)
     layer.weight = nn.Parameter(torch.ones(2, 3, dtype=torch.int8), requires_grad=False)
@@ -672,9 +656,7 @@ def test_refused_model_is_unchanged():
 def test_failure_midway_is_rolled_back(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     weights = [layer.weight for layer in model]
-    from weightnorm import parametrization
-
-    register, calls = parametrization.register, []
+    register, calls = _parametrize.register, []
 
     def failing(*args):
         if calls:
@@ -682,7 +664,7 @@ def test_failure_midway_is_rolled_back(monkeypatch):
         calls.append(args)
         return register(*args)
 
-    monkeypatch.setattr(parametrization, "register", failing)
+    monkeypatch.setattr(_parametrize, "register", failing)
     with pytest.raises(MemoryError):
         weight_norm_model(model)
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
@@ -720,11 +702,6 @@ def test_weights_partitioned_by_deepspeed_are_refused():
         weight_norm(layer)
 
 
-def test_where_must_be_a_function():
-    with pytest.raises(TypeError, match=r"where must be a function of name and module; got '0'"):
-        weight_norm_model(nn.Sequential(nn.Linear(2, 2)), where="0")
-
-
 def test_init_may_change_a_weight_in_place():
     layer = weight_norm(nn.Linear(2, 3))
     before = layer.weight.detach().clone()
@@ -759,7 +736,7 @@ def test_a_failed_application_restores_the_order_of_parameters(monkeypatch):
 
     monkeypatch.setattr(WeightNorm, "stored", out_of_memory)
     with pytest.raises(MemoryError):
-        weight_norm(layer, g=2.0)
+        weight_norm(layer, dim=0, g=2.0)
     assert not is_weight_normed(layer)
     assert [*layer.state_dict()] == ["bias", "weight"]
 
@@ -779,11 +756,6 @@ def test_a_recurrent_layer_with_another_forward_is_refused():
     with pytest.raises(ValueError, match="the forward of this layer was replaced"):
         weight_norm_model(nn.Sequential(layer))
     assert not is_weight_normed(layer)
-
-
-def test_infinite_eps_is_refused():
-    with pytest.raises(ValueError, match="eps=inf must be a number"):
-        weight_norm(nn.Linear(2, 3), eps=float("inf"))
 
 
 def test_parameters_keep_their_order_when_a_later_layer_is_refused():
@@ -819,4 +791,5 @@ def test_a_failure_while_g_is_set_leaves_a_plain_layer(monkeypatch):
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
 def test_gains_of_a_norm_over_several_axes_are_no_matrix(make):
     model = nn.Sequential(nn.Linear(3, 3), make((2, 3)))
-    assert weight_norm_model(model, where=lambda name, module: True, dim=0) == ["0.weight"]
+    weight_norm_model(model, where=lambda name, module: True, dim=0)
+    assert names(model) == ["0.weight"]

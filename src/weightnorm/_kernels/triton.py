@@ -1,0 +1,218 @@
+"""w = g·v/‖v‖ on an accelerator: one Triton kernel forward, one backward, for any units.
+
+A contiguous weight is seen as (outer, before, units, after): a unit is one index along the first
+and third of these, and its norm runs over the other two. Sums are taken in float32 or wider,
+offsets in int64, and zero units are handled inside, so nothing is read back and nothing else is
+launched.
+
+The kernels are operators of torch (``weightnorm::compose`` and ``weightnorm::compose_backward``)
+with an implementation in plain operations for devices that Triton does not serve. This module is
+imported when a tensor on an accelerator arrives, and triton itself when one on a device that it
+serves does.
+
+Note [tiles]
+    A program handles BU units and runs over their elements BE at a time, twice: for the sum and for
+    the result. Where a unit's elements lie one after the other (long rows) it takes one unit; else
+    neighboring units, so that a warp reads whole cache lines.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightnorm._kernels.formula import gradients
+from weightnorm._units import EPS, Units, wide_dtype
+
+Blocks = list[int]
+SERVED = ("cuda", "xpu")
+"""Devices that Triton has a backend for; "cuda" is also AMD's."""
+
+_is_enabled = os.environ.get("WEIGHTNORM_TRITON", "1") != "0"
+
+
+def use_triton(enabled: bool = True) -> None:
+    """Choose whether Triton kernels compute weights on accelerators, as they do by default.
+
+    Without them torch's operations do. The environment variable ``WEIGHTNORM_TRITON=0`` has the
+    same effect. If a kernel cannot be compiled, a warning is issued once and torch's operations
+    take over.
+    """
+    global _is_enabled
+    _is_enabled = enabled
+
+
+def blocks_of(shape: tuple[int, ...], units: Units) -> Blocks | None:
+    """Return (outer, before, units, after) for a contiguous weight; None if it has no such view.
+
+    >>> blocks_of((4, 3, 5), Units(1, groups=2)), blocks_of((8, 40, 20), Units((0, 1)))
+    ([2, 2, 3, 5], [1, 1, 320, 20])
+    """
+    sizes = list(shape)
+    kept = [axis in units.kept(len(shape)) for axis in range(len(shape))]
+    if units.groups > 1:
+        sizes[:1], kept[:1] = [units.groups, shape[0] // units.groups], [True, False]
+    runs: list[tuple[bool, int]] = []  # neighboring axes that are all kept or all summed over
+    for size, is_kept in zip(sizes, kept, strict=True):
+        if runs and runs[-1][0] == is_kept:
+            runs[-1] = is_kept, runs[-1][1] * size
+        else:
+            runs.append((is_kept, size))
+    if not runs or not runs[0][0]:
+        runs.insert(0, (True, 1))
+    if len(runs) > 4:
+        return None
+    outer, before, count, after = [size for _, size in runs] + [1] * (4 - len(runs))
+    # Rows, which one program can take several of.
+    return [1, 1, outer, before] if count == after == 1 else [outer, before, count, after]
+
+
+def _in_memory_order(x: Tensor, units: Units) -> tuple[Tensor, Units]:
+    """Return a channels-last x as a contiguous tensor in its own memory, with its units."""
+    if x.is_contiguous() or x.ndim < 3 or isinstance(units.dim, tuple) or units.groups > 1:
+        return x, units
+    moved = x.movedim(1, -1)  # channels-last
+    if units.dim in (None, 0):
+        return moved, units
+    return moved, Units(x.ndim - 1 if units.dim == 1 else units.dim - 1)
+
+
+def compose(v: Tensor, g: Tensor, units: Units, eps: float = EPS) -> Tensor | None:
+    """Return w = g·v/‖v‖, or None if the kernels do not serve this weight."""
+    moved, there = _in_memory_order(v, units)
+    blocks = blocks_of(moved.shape, there)
+    if blocks is None or not moved.is_contiguous() or not v.numel():
+        return None
+    w: Tensor = _Compose.apply(moved, g, there, blocks, eps)
+    return w if moved is v else w.movedim(-1, 1)
+
+
+def norm(v: Tensor, units: Units) -> Tensor | None:
+    """Return ‖v‖ to the bit as `compose` takes it; None if the kernels do not serve this weight."""
+    moved, there = _in_memory_order(v, units)
+    blocks = blocks_of(moved.shape, there)
+    if blocks is None or not moved.is_contiguous() or not v.numel():
+        return None
+    shape = units.shape(v.shape)
+    found = torch.ops.weightnorm.compose(moved, v.new_ones(shape), blocks, -1.0)[1]
+    return found.view(shape)  # type: ignore[no-any-return]
+
+
+class _Compose(torch.autograd.Function):
+    """One kernel forward and one backward; v, g and ‖v‖ are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, g: Tensor, units: Units, blocks: Blocks, eps: float) -> Tensor:
+        w, norm = torch.ops.weightnorm.compose(v, g.contiguous(), blocks, eps)
+        ctx.save_for_backward(v, g, norm)
+        ctx.units, ctx.blocks, ctx.eps = units, blocks, eps
+        return w  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad_w: Tensor) -> tuple[Tensor | None, ...]:
+        v, g, norm = ctx.saved_tensors
+        if torch.is_grad_enabled():  # double backward: ‖v‖ must carry its own gradient
+            return *gradients(grad_w, v, g, ctx.units, ctx.units.divisor(v, ctx.eps)), *_NO
+        grads = torch.ops.weightnorm.compose_backward(
+            grad_w.contiguous(), v, g.contiguous(), norm, ctx.blocks
+        )
+        return *grads, *_NO
+
+
+_NO = (None, None, None)
+
+# — operators —
+
+_LIBRARY = torch.library.Library("weightnorm", "DEF")
+_LIBRARY.define("compose(Tensor v, Tensor g, SymInt[] blocks, float eps) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "compose_backward(Tensor grad_w, Tensor v, Tensor g, Tensor norm, SymInt[] blocks)"
+    " -> (Tensor, Tensor)"
+)
+
+
+def _units_of(blocks: Blocks) -> Units:
+    return Units((0, 2))
+
+
+def _compose_by_operations(
+    v: Tensor, g: Tensor, blocks: Blocks, eps: float
+) -> tuple[Tensor, Tensor]:
+    rows, units = v.reshape(blocks), _units_of(blocks)
+    norm = units.divisor(rows, eps)
+    w = rows * (g.reshape(norm.shape) / norm)
+    return w.to(v.dtype).view(v.shape), norm.flatten()
+
+
+def _backward_by_operations(
+    grad_w: Tensor, v: Tensor, g: Tensor, norm: Tensor, blocks: Blocks
+) -> tuple[Tensor, Tensor]:
+    units = _units_of(blocks)
+    norm = norm.view(units.shape(tuple(blocks)))
+    grad_v, grad_g = units.gradients(
+        grad_w.reshape(blocks), v.reshape(blocks), g.reshape(norm.shape), norm
+    )
+    return grad_v.to(v.dtype).view(v.shape), grad_g.to(g.dtype).view(g.shape)
+
+
+def _fake_compose(v: Tensor, g: Tensor, blocks: Blocks, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(v), v.new_empty(blocks[0] * blocks[2], dtype=wide_dtype(v.dtype))
+
+
+def _fake_backward(
+    grad_w: Tensor, v: Tensor, g: Tensor, norm: Tensor, blocks: Blocks
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(v), torch.empty_like(g)
+
+
+def _launch_compose(v: Tensor, g: Tensor, blocks: Blocks, eps: float) -> tuple[Tensor, Tensor]:
+    if not _is_enabled:
+        return _compose_by_operations(v, g, blocks, eps)
+    try:
+        from weightnorm._kernels import triton_kernels
+
+        return triton_kernels.compose(v, g, blocks, eps)
+    except Exception as error:
+        _give_up(error)
+        return _compose_by_operations(v, g, blocks, eps)
+
+
+def _launch_backward(
+    grad_w: Tensor, v: Tensor, g: Tensor, norm: Tensor, blocks: Blocks
+) -> tuple[Tensor, Tensor]:
+    if not _is_enabled:
+        return _backward_by_operations(grad_w, v, g, norm, blocks)
+    try:
+        from weightnorm._kernels import triton_kernels
+
+        return triton_kernels.backward(grad_w, v, g, norm, blocks)
+    except Exception as error:
+        _give_up(error)
+        return _backward_by_operations(grad_w, v, g, norm, blocks)
+
+
+def _give_up(error: Exception) -> None:
+    """Use torch's operations from now on, with one warning; raise if memory has run out."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    if not (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
+        warnings.warn(
+            f"weight norm's Triton kernels failed ({type(error).__name__}: {error}); torch's "
+            "operations take over",
+            stacklevel=3,
+        )
+    use_triton(False)
+
+
+for _name, _operations, _fake, _launch in (
+    ("compose", _compose_by_operations, _fake_compose, _launch_compose),
+    ("compose_backward", _backward_by_operations, _fake_backward, _launch_backward),
+):
+    _LIBRARY.impl(_name, _operations, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weightnorm::{_name}", _fake, lib=_LIBRARY)
+    for _device in SERVED:
+        _LIBRARY.impl(_name, _launch, _device.upper())

@@ -1,0 +1,125 @@
+"""The Triton kernels against float64, on random weights and every layer; see test_triton.py."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from weightnorm import _kernels, weight_norm
+from weightnorm._kernels import triton, triton_kernels
+from weightnorm.functional import Units
+from zoo import every_layer
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The kernels that are launched."""
+    found = []
+    for name in ("compose", "backward"):
+        kernel = getattr(triton_kernels, name)
+        monkeypatch.setattr(
+            triton_kernels, name, lambda *args, k=kernel, n=name: found.append(n) or k(*args)
+        )
+    return found
+
+
+@st.composite
+def weights(draw):
+    """(shape, units) of one to four axes."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    kept = draw(st.sets(st.integers(0, len(shape) - 1)))
+    if 0 not in kept and kept and draw(st.booleans()):
+        groups = draw(st.integers(2, 3))
+        return (groups * shape[0], *shape[1:]), Units(tuple(sorted(kept)), groups)
+    return shape, Units(tuple(sorted(kept)) or None)
+
+
+@settings(max_examples=60)
+@given(weights(), st.sampled_from(DTYPES), st.integers(0, 2**16))
+def test_random_weights(case, dtype, seed):
+    shape, units = case
+    torch.manual_seed(seed)
+    v, grad_w = torch.randn(2, *shape).to(dtype)
+    g = torch.randn(units.shape(shape)).to(dtype)
+    blocks = triton.blocks_of(shape, units)
+    if blocks is None:
+        return
+    rows = units.rows(v).clone()
+    rows[seed % len(rows)] *= seed % 2  # every other time with a zero unit
+    v = units.from_rows(rows, v.shape).contiguous()
+    w, norm = triton_kernels.compose(v, g, blocks, 1e-12)
+    grads = triton_kernels.backward(grad_w, v, g, norm, blocks)
+    wide = [x.double() for x in (grad_w, v, g)]
+    exact, exact_norm = triton._compose_by_operations(wide[1], wide[2], blocks, 1e-12)
+    expected = triton._backward_by_operations(*wide, exact_norm, blocks)
+    slope = (wide[2].flatten() / exact_norm).abs().max().item()  # ∇v is a difference of that size
+    for got, want in zip((w, *grads), (exact, *expected), strict=True):
+        assert got.dtype == dtype
+        scale = max(1.0, slope) * max(1.0, want.abs().max().item(), grad_w.abs().max().item())
+        torch.testing.assert_close(
+            got.double(), want, rtol=0, atol=8 * scale * torch.finfo(dtype).eps
+        )
+
+
+@every_layer
+def test_every_layer_of_the_zoo(case, launches):
+    layer, inputs = weight_norm(case.make()), case.inputs()
+    before = case.run(layer, inputs)
+    expected = torch.autograd.grad(before.sin().sum(), [*layer.parameters()])
+    with _kernels.assume_accelerator():
+        out = case.run(layer, inputs)
+        torch.testing.assert_close(out, before)
+        got = torch.autograd.grad(out.sin().sum(), [*layer.parameters()])
+    torch.testing.assert_close(got, expected)
+    assert launches.count("backward") == len(layer.parametrizations) <= launches.count("compose")
+
+
+def test_applying_changes_nothing_to_the_bit():
+    with _kernels.assume_accelerator():
+        for make in (
+            lambda: torch.nn.Linear(27, 64), lambda: torch.nn.ConvTranspose1d(6, 4, 3, groups=2)
+        ):  # fmt: skip
+            layer = make()
+            before = layer.weight.detach().clone()
+            assert torch.equal(weight_norm(layer).weight, before)
+
+
+def test_a_kernel_that_fails_gives_way_with_one_warning(monkeypatch):
+    def fails(*args):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(triton_kernels, "compose", fails)
+    monkeypatch.setattr(triton, "_is_enabled", True)
+    v, g = torch.randn(3, 4), torch.ones(3, 1)
+    with _kernels.assume_accelerator(), pytest.warns(UserWarning, match="no compiler.*take over"):
+        w = _kernels.compose(v, g, Units())
+    torch.testing.assert_close(w, v / v.norm(dim=1, keepdim=True))
+    with _kernels.assume_accelerator():  # silent from now on
+        torch.testing.assert_close(_kernels.compose(v, g, Units()), w)
+
+
+def test_lack_of_memory_is_raised(monkeypatch):
+    def fails(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(triton_kernels, "compose", fails)
+    with _kernels.assume_accelerator(), pytest.raises(torch.OutOfMemoryError):
+        _kernels.compose(torch.randn(3, 4), torch.ones(3, 1), Units())
+    assert triton._is_enabled
+
+
+def test_offsets_beyond_2_to_the_31():
+    """By arithmetic: the kernels' own offsets for the last element of a huge weight."""
+    import numpy as np
+    from triton.runtime.interpreter import TensorHandle  # noqa: F401 (the interpreter is active)
+
+    outer, before, units, after = 3, 50_000, 60_000, 9
+    program = np.int64(outer * -(-units // 7) - 1)
+    per_outer = -(-units // 7)
+    u = (program % per_outer) * 7 + np.arange(7, dtype=np.int64)
+    start = (program // per_outer) * before * units * after + u * after
+    e = np.int64(before * after - 1)
+    last = start[u < units].max() + (e // after) * units * after + e % after
+    assert last == outer * before * units * after - 1 > 2**31

@@ -11,13 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightnorm import (
     MeanOnlyBatchNorm2d,
+    _kernels,
     folded,
     mean_only_batch_norm,
     parts,
     weight_norm,
-)
-from weightnorm import (
-    _kernels as kernels,
 )
 from weightnorm.layers import weight_names
 from zoo import LAYERS, every_layer, trained_network
@@ -194,7 +192,7 @@ class RefuseReads(TorchDispatchMode):
 
 @pytest.fixture
 def assume_accelerator():
-    with kernels.assume_accelerator():
+    with _kernels.assume_accelerator():
         yield
 
 
@@ -231,7 +229,7 @@ def test_mean_only_batch_norm_does_not_synchronize_with_the_device(momentum, tra
 
 def test_reads_are_detected():
     with RefuseReads(), pytest.raises(AssertionError, match="waits for the device"):
-        kernels.fused(torch.ones(2, 2), torch.ones(2, 1))
+        torch.ones(2).max().item()
 
 
 def traced(layer, inputs):

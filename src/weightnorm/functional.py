@@ -62,6 +62,7 @@ def compose(
     >>> compose(v=torch.tensor([[3.0, 4.0]]), g=torch.tensor([[10.0]]))
     tensor([[6., 8.]])
     """
+    check_mask(mask, v.shape)
     return _kernels.compose(masked(v, mask), g, units.of(v.shape), eps)
 
 
@@ -86,6 +87,7 @@ def decompose(
             [0.]]))
     """
     units = units.of(w.shape)
+    check_mask(mask, w.shape)
     v = masked(w, mask)
     g = _kernels.norm(v, units)
     if not (v.is_meta or v.numel() == 0):
@@ -166,16 +168,18 @@ def row_norm_low_rank(W: Tensor, A: Tensor, B: Tensor, s: float | Tensor = 1.0) 
 
 
 def masked(v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return m⊙v; raise ValueError unless the mask broadcasts to v."""
-    if mask is None:
-        return v
+    """Return m⊙v, or v without a mask."""
+    return v if mask is None else v * on_mesh_of(mask, v)
+
+
+def check_mask(mask: Tensor | None, shape: torch.Size) -> None:
+    """Raise ValueError unless the mask broadcasts to a weight of this shape."""
     try:
-        fits = torch.broadcast_shapes(mask.shape, v.shape) == v.shape
+        fits = mask is None or torch.broadcast_shapes(mask.shape, shape) == shape
     except RuntimeError:
         fits = False
-    if not fits:
+    if mask is not None and not fits:
         raise ValueError(
             f"mask has shape {tuple(mask.shape)}, which does not broadcast to the weight's "
-            f"{tuple(v.shape)}; give one value per weight, or 1 along the axes it does not vary on"
+            f"{tuple(shape)}; give one value per weight, or 1 along the axes it does not vary on"
         )
-    return v * on_mesh_of(mask, v)

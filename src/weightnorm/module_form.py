@@ -220,7 +220,7 @@ class _Options:
             )
         if not is_lazy(parameter):
             self.initial_g(weight)
-            functional.masked(parameter, self.mask)
+            functional.check_mask(self.mask, parameter.shape)
 
     def initial_g(self, weight: PlainWeight) -> Tensor | None:
         """Return the initial g in its shape, or raise if it does not broadcast to it."""

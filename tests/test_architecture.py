@@ -23,10 +23,15 @@ LAYERS = [
     "lab.statistics", "lab.interleaved", "lab.pool", "lab.claims",
     "lab.bench", "lab.reports", "lab.cli",
 ]  # fmt: skip
-OUTSIDE = {"library": {"torch"}, "files": {"torch", "safetensors"}, "lab": {
-    "ale_py", "gymnasium", "jinja2", "matplotlib", "numpy", "pandas", "PIL", "pooch", "ray", "rich",
-    "safetensors", "scipy", "sklearn", "stable_baselines3", "torch", "tyro",
-}}  # fmt: skip
+OUTSIDE = {
+    "library": {"torch"},
+    "_kernels": {"torch", "triton"},
+    "files": {"torch", "safetensors"},
+    "lab": {
+        "ale_py", "gymnasium", "jinja2", "matplotlib", "numpy", "pandas", "PIL", "pooch", "ray",
+        "rich", "safetensors", "scipy", "sklearn", "stable_baselines3", "torch", "tyro",
+    },
+}  # fmt: skip
 
 
 def entry(module: str) -> str:

@@ -17,7 +17,7 @@ LAYERS = [
     "output_sums", "mean_only", "data_init", "robust_init", "checkpoints", "files",
     "parameterizations",
     "_in_place", "_unit_passes", "optimizer_state", "optimizer", "diagnostics",
-    "lab.errors", "lab.files", "lab.data", "lab.models", "lab.records", "lab.config",
+    "lab.errors", "lab.files", "lab.data", "lab.records", "lab.config",
     "lab.environment", "lab.progress", "lab.runs", "lab.run", "lab.atari", "lab.replay_buffer",
     "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language", "lab.sweeps",
     "lab.statistics", "lab.interleaved", "lab.pool", "lab.claims",

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from weightnorm import parameterize
 from weightnorm.lab import classify
+from weightnorm.lab.classify import ConvPoolCNN
 from weightnorm.lab.config import folder
 from weightnorm.lab.environment import Ranks
-from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.lab.reports import classify as classify_report
 from weightnorm.lab.reports.document import Table
 

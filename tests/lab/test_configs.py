@@ -16,10 +16,10 @@ from torch import nn
 
 from weightnorm import Parameterization, parameterize
 from weightnorm.lab import classify, dqn, draw, language, vae
+from weightnorm.lab.classify import ConvPoolCNN
 from weightnorm.lab.config import Range, completed, folder, scientific_fields
 from weightnorm.lab.dqn import QNetwork
 from weightnorm.lab.errors import ConfigError
-from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.lab.records import find_records
 
 EXPERIMENTS = {module.NAME: module for module in (classify, vae, draw, dqn, language)}

@@ -10,8 +10,8 @@ from commands import outcome, run_folder, same, spread, started, wait_for, weigh
 from ranks import on_ranks
 from weightnorm.lab import vae
 from weightnorm.lab.environment import Ranks
-from weightnorm.lab.models.vae import ElboTerms
 from weightnorm.lab.records import load_record
+from weightnorm.lab.vae import ElboTerms
 
 TINY = ("run", "vae", "--preset", "demo", "--width", 0.2, "--latents", 6, "--epochs", 3)
 TINY = (*TINY, "--limit", 300, "--batch-size", 20, "--importance-samples", 8)

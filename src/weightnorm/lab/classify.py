@@ -7,6 +7,7 @@ the first half of training; in the second half it falls linearly to 0 and β₁ 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
@@ -16,16 +17,17 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from weightnorm import Parameterization, data_dependent_init, folded, parameterize
+from weightnorm import Parameterization, data_dependent_init, folded, init_, parameterize
 from weightnorm.diagnostics import effective_step, v_norms
 from weightnorm.lab.config import Count, Limit, Nonnegative, Range, RunConfig, Several
 from weightnorm.lab.data import cifar10, digits, zca
 from weightnorm.lab.data.labelled import Labelled
 from weightnorm.lab.environment import autocast
 from weightnorm.lab.errors import require
-from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.run import Run
+
+Wrap = Callable[[nn.Module], nn.Module]
 
 NAME = "classify"
 TITLE = "CIFAR-10 classification with five parameterizations (section 5.1)"
@@ -43,17 +45,18 @@ class Config(RunConfig):
     data: Literal["cifar10", "digits"] = "cifar10"
     """CIFAR-10, or scikit-learn's embedded digits, enlarged to 16×16."""
     epochs: Count = 200
-    """Passes over the training set; the learning rate falls during the second half."""
+    """Passes over the training set; the learning rate falls in the second half (section 5.1)."""
     batch_size: Several = 100
-    """Examples per step, over all ranks."""
+    """Examples per step, over all ranks (section 5.1)."""
     width: Annotated[float, Range(0.01, 64)] = 1.0
-    """Multiplier of the network's 96 and 192 channels, of which each layer has one or more."""
+    """Multiplier of the network's 96 and 192 channels (appendix A)."""
     noise: Nonnegative = 0.15
-    """Standard deviation of the Gaussian noise added to the input."""
+    """Standard deviation of the Gaussian noise added to the input (appendix A)."""
     dropout: Annotated[float, Range(0, 1, open_high=True)] = 0.5
-    """Dropout probability after each pooling layer."""
+    """Dropout probability after each pooling layer (appendix A)."""
     init_examples: Several = 500
-    """Training examples for the data-dependent initialization."""
+    """Training examples for the data-dependent initialization: one minibatch in section 3, 500 in
+    the authors' code."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the forward pass (autocast); parameters are float32."""
     limit: Limit | None = None
@@ -96,6 +99,76 @@ PRESETS = {
         epochs=30,
     ),
 }
+
+
+# — the network —
+
+
+class GaussianNoise(nn.Module):
+    """Adds Gaussian noise in training: x + σ·ε."""
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        self.std = std
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.std * torch.randn_like(x) if self.training and self.std else x
+
+    def extra_repr(self) -> str:
+        return f"{self.std:g}"
+
+
+class ConvPoolCNN(nn.Sequential):
+    """ConvPool-CNN-C as modified by the paper (appendix A).
+
+    Noise; 3 convolutions, pool, dropout; 3 more, pool, dropout; 3×3 unpadded, two 1×1; average.
+
+    Args:
+        wrap: applied to each layer with weights, such as ``parameterize``.
+        width: multiplier of the paper's 96 and 192 channels.
+        channels: input channels.
+        classes: output units.
+        noise: standard deviation of the noise added to the input.
+        dropout: dropout probability after each pooling layer.
+    """
+
+    def __init__(
+        self,
+        wrap: Wrap,
+        *,
+        width: float = 1.0,
+        channels: int = 3,
+        classes: int = 10,
+        noise: float = 0.15,
+        dropout: float = 0.5,
+    ) -> None:
+        narrow, wide = round(96 * width), round(192 * width)
+
+        def layer(plain: nn.Module) -> nn.Module:
+            return wrap(init_(plain, partial(nn.init.normal_, std=0.05)))  # section 3
+
+        def conv(inputs: int, outputs: int, size: int = 3, padding: int = 1) -> list[nn.Module]:
+            slope = 0.1  # the authors' code
+            return [layer(nn.Conv2d(inputs, outputs, size, padding=padding)), nn.LeakyReLU(slope)]
+
+        def block(inputs: int, outputs: int) -> list[nn.Module]:
+            convs = [*conv(inputs, outputs), *conv(outputs, outputs), *conv(outputs, outputs)]
+            return [*convs, nn.MaxPool2d(2), nn.Dropout(dropout)]
+
+        super().__init__(
+            GaussianNoise(noise),  # (B, C, 32, 32)
+            *block(channels, narrow),  # (B, 96, 16, 16)
+            *block(narrow, wide),  # (B, 192, 8, 8)
+            *conv(wide, wide, padding=0),  # (B, 192, 6, 6)
+            *conv(wide, wide, size=1, padding=0),
+            *conv(wide, wide, size=1, padding=0),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),  # (B, 192)
+            layer(nn.Linear(wide, classes)),
+        )
+
+
+# — training —
 
 
 def run(config: Config, console: Console | None = None, data: Labelled | None = None) -> RunRecord:
@@ -179,6 +252,9 @@ def set_schedule(optimizer: torch.optim.Optimizer, config: Config, epoch: int) -
     for group in optimizer.param_groups:
         group["lr"] = config.rate * min(2 - epoch / half, 1)
         group["betas"] = (0.9 if epoch < half else 0.5, 0.999)
+
+
+# — evaluation —
 
 
 @torch.no_grad()

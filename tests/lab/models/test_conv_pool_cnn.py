@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from weightnorm import Parameterization, parameterize
-from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN, GaussianNoise
+from weightnorm.lab.classify import ConvPoolCNN, GaussianNoise
 
 
 def build(how="standard", **options):

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from weightnorm import is_weight_normed, parts
-from weightnorm.lab.models.iaf import (
+from weightnorm.lab.vae import (
     AutoregressiveStep,
+    Gaussian,
     MaskedConv2d,
     MaskedLinear,
     Posterior,
@@ -14,7 +15,6 @@ from weightnorm.lab.models.iaf import (
     kernel_mask,
     mask_between,
 )
-from weightnorm.lab.models.likelihoods import Gaussian
 
 KINDS = [pytest.param(k, n, id=f"{k}-{n}") for k in ("vector", "maps") for n in (True, False)]
 SHAPES = {"vector": (5,), "maps": (2, 3, 4)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, Normal, kl_divergence
 
-from weightnorm.lab.models.likelihoods import (
+from weightnorm.lab.vae import (
     Gaussian,
     bernoulli_log_likelihood,
     discretized_logistic_log_likelihood,

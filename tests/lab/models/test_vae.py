@@ -8,10 +8,15 @@ from torch import nn
 from torch.distributions import Normal
 
 from weightnorm import data_dependent_init, normalized_weights
-from weightnorm.lab.models.likelihoods import Gaussian, gaussian_kl
-from weightnorm.lab.models.vae import VAE, log_importance_weights
-from weightnorm.lab.models.vae_cifar10 import Cifar10VAE, center_pixels
-from weightnorm.lab.models.vae_mnist import MnistVAE
+from weightnorm.lab.vae import (
+    VAE,
+    Cifar10VAE,
+    Gaussian,
+    MnistVAE,
+    center_pixels,
+    gaussian_kl,
+    log_importance_weights,
+)
 
 SMALL = {
     "mnist": lambda **more: MnistVAE(**{"width": 0.2, "depth": 1, "latents": 4, "side": 8} | more),

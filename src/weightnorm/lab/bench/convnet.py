@@ -28,8 +28,8 @@ from weightnorm.lab.bench.peers import (
     build,
     training_step,
 )
+from weightnorm.lab.classify import ConvPoolCNN
 from weightnorm.lab.interleaved import Call
-from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 
 BATCH_NORM, MEAN_ONLY = "batch norm", "weight norm + mean-only"
 BATCH = 100

@@ -27,8 +27,8 @@ from weightnorm.lab.bench.benchmark import (
 from weightnorm.lab.bench.layers import Residuals, signal
 from weightnorm.lab.bench.memory import peak_bytes
 from weightnorm.lab.bench.peers import NORMALIZATIONS, OURS, PLAIN, build, chosen_weights
+from weightnorm.lab.classify import ConvPoolCNN
 from weightnorm.lab.interleaved import Call, seconds
-from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 
 MODULE, OPTIMIZER = "module form", "optimizer form"
 MUON, MUOWN = "Muon", "optimizer form, Muon"

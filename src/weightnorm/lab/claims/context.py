@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from weightnorm import data_dependent_init, init_, parameterize, weight_norm
 from weightnorm.lab.claims.parts import Part, PartRunner
+from weightnorm.lab.classify import ConvPoolCNN
 from weightnorm.lab.data import cifar10, digits, mnist, zca
 from weightnorm.lab.data.labelled import Labelled
 from weightnorm.lab.errors import RunError
-from weightnorm.lab.models.conv_pool_cnn import ConvPoolCNN
 
 AfterStep = Callable[[int, nn.Module], None]
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from weightnorm import weight_norm_model
+from weightnorm import normalized_weights, weight_norm_model
 from weightnorm.lab.language import Transformer, rotate, rotations
 
 
@@ -50,4 +50,4 @@ def test_variance_of_the_residual_stream_is_bounded_in_depth():
 
 
 def test_weight_norm_finds_every_matrix():
-    assert len(weight_norm_model(small())) == 2 * 6 + 1
+    assert len(normalized_weights(weight_norm_model(small()))) == 2 * 6 + 1

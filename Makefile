@@ -22,7 +22,7 @@ docs: $(READY)
 
 # Tables and figures of README.md and docs/, from the records in docs/results.
 tables: $(READY)
-	$(BIN)/weightnorm report --docs .
+	$(BIN)/weightnorm tables .
 
 # The library alone, step by step, with a picture.
 tour: $(READY)
@@ -35,7 +35,7 @@ conformance: $(READY)
 # Measure the cost again, up to 90 minutes on an otherwise idle machine, and update the documents.
 bench: $(READY)
 	$(BIN)/weightnorm bench --out docs/results/bench
-	$(BIN)/weightnorm report --docs .
+	$(BIN)/weightnorm tables .
 
 test: lint types unit
 

@@ -21,7 +21,7 @@ LAYERS = [
     "lab.environment", "lab.progress", "lab.runs", "lab.run", "lab.atari", "lab.replay_buffer",
     "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language", "lab.sweeps",
     "lab.statistics", "lab.interleaved", "lab.pool", "lab.claims",
-    "lab.bench", "lab.reports", "lab.cli",
+    "lab.bench", "lab.reports", "lab.bench_output", "lab.cli",
 ]  # fmt: skip
 OUTSIDE = {
     "library": {"torch"},

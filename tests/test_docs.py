@@ -50,7 +50,7 @@ def run(text, name):
         for line in code.splitlines():
             dollar, program, *words = shlex.split(line)
             assert (dollar, program) == ("$", "weightnorm")
-            assert main.main(words) == 0, line
+            assert main(words) == 0, line
     return len(fences)
 
 

@@ -1,35 +1,6 @@
-# ruff: noqa: E402
 """Weight normalization for PyTorch, after Salimans & Kingma (2016)."""
 
-import os
-import signal
-import sys
-from itertools import pairwise
-from multiprocessing import parent_process
-
 __version__ = "0.1.0"
-
-
-def _exit_on_interrupt(*_: object) -> None:
-    os._exit(130)
-
-
-def _is_command_line() -> bool:
-    """Whether this process runs the script `weightnorm`, or ``python -m weightnorm``."""
-    script = os.path.basename((getattr(sys, "argv", None) or [""])[0])
-    return script == "weightnorm" or (
-        script == "-m" and ("-m", "weightnorm") in pairwise(getattr(sys, "orig_argv", ()))
-    )
-
-
-# The command line imports torch here, which takes seconds. Until it handles Ctrl-C itself, Ctrl-C
-# ends the process without a traceback.
-if (
-    _is_command_line()
-    and parent_process() is None
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
-    signal.signal(signal.SIGINT, _exit_on_interrupt)
 
 from weightnorm import diagnostics, functional
 from weightnorm.checkpoints import convert_state_dict, load_state_dict

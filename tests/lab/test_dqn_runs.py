@@ -76,5 +76,5 @@ def test_killed_in_training_and_interrupted_in_evaluation_it_resumes_bit_exactly
     ],
 )
 def test_usage_errors_name_the_nearest_word(words, message, capsys):
-    assert main.main(words) == 2
+    assert main(words) == 2
     assert message in capsys.readouterr().err

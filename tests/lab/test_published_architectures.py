@@ -222,10 +222,7 @@ def test_converted_files_load_by_from_pretrained(tmp_path, name, kind, start):
     expects, source = ARCHITECTURES[name].expects, built(name, start)
     file = saved_as(kind, source, tmp_path / "in")
     source.config.save_pretrained(tmp_path / "out")
-    assert (
-        main.main(convert_arguments(name, file, tmp_path / "out" / FILES[kind], expects, start))
-        == 0
-    )
+    assert main(convert_arguments(name, file, tmp_path / "out" / FILES[kind], expects, start)) == 0
     torch.testing.assert_close(
         output_of(name, loaded(name, tmp_path / "out")), output_of(name, source)
     )

@@ -10,8 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from weightnorm import Parameterization, normalized_weights
 from weightnorm.lab import vae
-from weightnorm.lab.cli import main
-from weightnorm.lab.cli.experiments import parse_config
+from weightnorm.lab.cli import main, parse_config
 from weightnorm.lab.config import folder
 from weightnorm.lab.data import cifar10
 from weightnorm.lab.data.labelled import Labelled
@@ -75,7 +74,7 @@ def test_folder_names_the_data():
 )
 def test_command_line_refuses_with_a_message(words, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        main.main(["run", "vae", *words])
+        main(["run", "vae", *words])
     assert stop.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
 

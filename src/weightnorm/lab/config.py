@@ -89,7 +89,7 @@ class RunConfig:
     seed: Annotated[int, Range(0, 2**63 - 1)] = 1
     """Seed of the initial weights, the order of the data, and the noise."""
 
-    runs: Path = Path("runs")
+    runs: Annotated[Path, tyro.conf.arg(name="out")] = Path("runs")
     """Folder for the records of all runs."""
     data_dir: Path | None = None
     """Folder of the data sets. Default: $WEIGHTNORM_DATA, then the user's cache folder."""

@@ -39,6 +39,20 @@ def _lock(file: int) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process has locked a folder with `lock_folder`."""
+    try:
+        file = (folder / "lock").open("r+")
+    except OSError:
+        return False
+    with file:
+        try:
+            _lock(file.fileno())
+        except OSError:
+            return True
+    return False
+
+
 def remove_temporary(folder: Path) -> None:
     """Delete the temporary files that killed writers left in a folder.
 

@@ -48,7 +48,7 @@ def leaves_out(fields: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """Train a byte-level transformer on the Python source of the installed torch package."""
+    """Train a byte-level transformer on the Python source of torch."""
 
     parameterization: Parameterization = Parameterization.WEIGHT_NORM
     """Only standard and weight-norm apply to this model."""

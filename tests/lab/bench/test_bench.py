@@ -166,7 +166,7 @@ def folder(tmp_path_factory):
 
 
 def bench(*words):
-    return main.main(["bench", *map(str, words)])
+    return main(["bench", *map(str, words)])
 
 
 def test_record(folder):

@@ -42,7 +42,7 @@ from commands import (
 from weightnorm import Parameterization
 from weightnorm.init_report import InitReport, LayerInit
 from weightnorm.lab import classify
-from weightnorm.lab.cli.main import main
+from weightnorm.lab.cli import main
 from weightnorm.lab.config import folder
 from weightnorm.lab.errors import (
     CheckpointError,

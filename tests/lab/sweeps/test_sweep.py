@@ -120,7 +120,7 @@ def test_flags_parse_to_the_same_config(preset, changes, monkeypatch):
     monkeypatch.setattr(classify, "run", run)
     start = classify.PRESETS[preset]
     config = replace(start, **changes)
-    assert main.main(["run", "classify", *flags(config, start)]) == 0
+    assert main(["run", "classify", *flags(config, start)]) == 0
     assert seen == [config]
 
 

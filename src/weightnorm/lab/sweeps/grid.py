@@ -110,7 +110,7 @@ def flags(config: RunConfig, preset: RunConfig) -> list[str]:
     """
     words = []
     for name in (f.name for f in dataclasses.fields(config)):
-        value, flag = getattr(config, name), name.replace("_", "-")
+        value, flag = getattr(config, name), {"runs": "out"}.get(name, name.replace("_", "-"))
         explicit = name in (*EXPLICIT_FIELDS, *config.FOLDER_FIELDS)
         if not explicit and value == getattr(preset, name):
             continue

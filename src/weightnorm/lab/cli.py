@@ -1,0 +1,577 @@
+"""The command line: a function for each command, whose arguments are the command's options.
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 slower than before (bench --compare), 130 interrupted.
+A `run` that diverged has failed, also when the command is repeated; a `sweep` with diverged runs
+has not.
+
+Only torch is needed to import this module: a command imports what it needs, and an error names the
+extra that installs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from weightnorm import Parameterization, __version__
+from weightnorm.files.errors import FileError, printable
+from weightnorm.lab.errors import Interrupted, LabError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from weightnorm.lab.records import RunRecord
+    from weightnorm.lab.sweeps.grid import Grid
+
+EXPERIMENTS = ("classify", "vae", "draw", "dqn", "language")
+SLOWER = 3
+"""Exit code of bench --compare if a value got worse."""
+
+
+# — experiments —
+
+
+def list_experiments() -> None:
+    """List the experiments and their presets."""
+    for name in EXPERIMENTS:
+        module = experiment(name)
+        say(f"{name}: {module.TITLE}")
+        flags = {preset: preset_flags(preset) for preset in module.PRESETS}
+        width = max(map(len, flags.values()))
+        for preset, words in flags.items():
+            text = f"  {words:{width}}    {module.PRESETS[preset].about}"
+            say(textwrap.fill(text, 80, subsequent_indent=" " * (width + 6)))
+    say("\nweightnorm run EXPERIMENT --help explains every setting")
+
+
+def run(words: list[str]) -> int:
+    """Run one experiment, or resume it."""
+    from weightnorm.lab.records import is_number
+
+    module, words = split_experiment("run", words)
+    config = parse_config(module, words, f"run {module.NAME}")
+    record = module.run(config, console(stderr=True))
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, only the first rank prints
+        result = {key: value for key, value in (record.result or {}).items() if is_number(value)}
+        numbers = ", ".join(f"{key.replace('_', ' ')} {x:.4g}" for key, x in result.items())
+        say(f"record: {record.folder}\n{numbers}")
+    return 0
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """The grid. The options of weightnorm run EXPERIMENT can be given too."""
+
+    parameterizations: tuple[Parameterization, ...] = ()
+    """Parameterizations; by default, all that the experiment compares."""
+    learning_rates: tuple[float, ...] = ()
+    """Learning rates; by default, the preset's for each parameterization."""
+    seeds: tuple[int, ...] = (1,)
+    """Seeds."""
+    jobs: int = 1
+    """Runs at a time, here or on each machine of the cluster; threads are split between them."""
+    cluster: str | None = None
+    """Run on this Ray cluster instead: an address, or auto. The output folder must be shared."""
+    metric: str | None = None
+    """The result that decides which learning rate is best; by default the experiment's own."""
+    dry_run: bool = False
+    """Only print the commands of the runs that are left."""
+
+
+def sweep(words: list[str]) -> int:
+    """Run a grid: parameterizations × learning rates × seeds."""
+    from weightnorm.lab.sweeps.grid import Grid
+
+    module, rest = split_experiment("sweep", words)
+    name, axes = f"sweep {module.NAME}", getattr(module, "AXES", {})
+    # A flag with any number of values for each further field that the experiment lets vary.
+    values = [(flag, tuple[str, ...], dataclasses.field(default=())) for flag in axes]
+    kind = dataclasses.make_dataclass("Options", values, bases=(SweepOptions,), frozen=True)
+    kind.__doc__ = SweepOptions.__doc__
+    options, rest = parse(kind, rest, name, return_unknown_args=True)
+    for flag in rest:
+        if f"{flag}s" in (f"--{name.replace('_', '-')}" for name in vars(options)):
+            raise UsageError(f"a grid takes {flag}s, one value or more; got {flag}")
+    base = parse_config(module, rest, name)
+    grid = Grid(
+        experiment=module.NAME,
+        base=base,
+        parameterizations=options.parameterizations or base.COMPARED,
+        learning_rates=options.learning_rates,
+        seeds=options.seeds,
+        axes={axes[flag]: given for flag in axes if (given := getattr(options, flag))},
+    )
+    return run_sweep(grid, ["sweep", *words], options)
+
+
+def run_sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
+    """Run a grid and print its results; returns the exit code."""
+    from weightnorm.lab.sweeps import grid as sweeps
+    from weightnorm.lab.sweeps.summary import render
+
+    module = experiment(grid.experiment)
+    if options.dry_run:
+        jobs = grid.plan(("weightnorm", "run"))
+        left = [job for job in jobs if not sweeps.job_record(job).finished]
+        for job in left:
+            say(shlex.join(job.words))
+        print(f"{len(jobs)} runs, {len(jobs) - len(left)} of them finished", file=sys.stderr)
+        return 0
+    metric = options.metric or module.METRIC
+    result = sweeps.sweep(
+        grid,
+        jobs=options.jobs,
+        cluster=options.cluster,
+        metric=metric,
+        highest=metric in getattr(module, "HIGHER_IS_BETTER", ()),
+        console=console(stderr=True),
+    )
+    console().print(render(result))
+    if result.interrupted:
+        print(f"to resume:  {shlex.join(['weightnorm', *words])}", file=sys.stderr)
+        return Interrupted.exit_code
+    return 1 if result.failed else 0
+
+
+def demo(out: Path = Path("out"), seeds: tuple[int, ...] = (1, 2, 3)) -> int:
+    """Compare five parameterizations in three minutes.
+
+    Args:
+        out: folder for the records and the report.
+        seeds: seeds.
+    """
+    from weightnorm.lab.reports import epochs_comparison, read
+    from weightnorm.lab.sweeps.grid import Grid
+
+    base = replace(experiment("classify").PRESETS["demo"], runs=out / "runs")
+    grid = Grid("classify", base, seeds=seeds)
+    words = ["demo", "--out", str(out), "--seeds", *map(str, seeds)]
+    if code := run_sweep(grid, words, SweepOptions(jobs=2)):
+        return code
+    folders = {job.folder.absolute() for job in grid.plan()}
+    say(epochs_comparison([r for r in read(out / "runs")[0] if r.folder in folders]))
+    report(out / "runs", out=out / "report")
+    return 0
+
+
+def status(folder: Path = Path("runs"), /) -> None:
+    """Show the state, epoch and result of runs.
+
+    Args:
+        folder: folder of records, such as the --out of runs.
+    """
+    from weightnorm.lab.records import find_records
+
+    records, problems = find_records(folder)
+    rows = [(*_progress(each), str(each.folder.relative_to(folder))) for each in records]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for *cells, place in rows:
+        say("  ".join([*map(str.ljust, cells, widths), place]))
+    for problem in problems:
+        say(f"cannot be read: {problem}")
+    states = Counter(state for state, *_ in rows)
+    say(", ".join(f"{n} {state}" for state, n in states.items()) or f"no runs in {folder}")
+
+
+def _progress(record: RunRecord) -> tuple[str, str, str]:
+    """Return the state, the epoch and the deciding metric of a run."""
+    from weightnorm.lab.files import is_locked
+
+    state = "stopped"
+    if record.diverged is not None:
+        state = "diverged"
+    elif record.finished:
+        state = "finished"
+    elif is_locked(record.folder):
+        state = "running"
+    row = record.result or (record.metrics[-1] if record.metrics else {})
+    known = getattr(experiment(record.experiment), "METRIC", "") if record.metrics else ""
+    names = [known, *(name for name in row if name not in ("epoch", "seconds"))]
+    metric = next((name for name in names if isinstance(row.get(name), float)), "")
+    value = f"{metric.replace('_', ' ')} {row[metric]:.4g}" if metric else ""
+    return state, f"{len(record.metrics)}/{record.config.get('epochs', '–')}", value
+
+
+# — claims, benchmarks, reports, data —
+
+
+def claims(
+    quick: bool = False,
+    long: bool = False,
+    only: tuple[int, ...] = (),
+    seeds: tuple[int, ...] = (),
+    jobs: int | None = None,
+    out: Path = Path("runs"),
+    records: Path | None = None,
+    data_dir: Path | None = None,
+    list: bool = False,
+) -> None:
+    """Measure the paper's claims, or resume measuring.
+
+    Args:
+        quick: embedded digits, under two minutes; else CIFAR-10, 40 minutes on one core.
+        long: claim 6, the range of learning rates, over ten epochs of MNIST, about an hour on two
+            cores. It has a record of its own.
+        only: numbers of the claims to measure; by default all.
+        seeds: seeds of each empirical claim; by default 1 to 5, or to 3 with --quick or --long.
+        jobs: worker processes, of one thread each; by default one per core, or one if quick.
+        out: folder to which the record is written.
+        records: folder of the experiments' records, for claims 18 and 20; by default that of --out.
+        data_dir: folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache.
+        list: list the claims and stop.
+    """
+    from weightnorm.lab.claims import runner
+    from weightnorm.lab.claims.claim import CLAIMS, LONG_CLAIMS
+    from weightnorm.lab.claims.context import Context
+
+    if list:
+        for number, claim in (LONG_CLAIMS if long else CLAIMS).items():
+            text = f"{number:2}  {claim.statement} (section {claim.section})"
+            say(textwrap.fill(text, 80, subsequent_indent="    "))
+        return
+    context = Context(
+        quick=quick,
+        long=long,
+        seeds=seeds,
+        data_dir=data_dir,
+        runs=out,
+        experiment_records=records,
+    )
+    folder = runner.measure(context, only, console(stderr=True), jobs)
+    console().print(runner.table(folder))
+    say(f"record: {folder}; weightnorm report {out} shows its figures")
+
+
+def bench(
+    benchmarks: tuple[str, ...] = (),
+    /,
+    list: bool = False,
+    quick: bool = False,
+    rounds: int | None = None,
+    seconds: float = 240.0,
+    threads: int | None = None,
+    device: str = "auto",
+    out: Path = Path("runs/bench"),
+    compare: Path | None = None,
+) -> int:
+    """Measure the cost of weight norm and its alternatives.
+
+    Args:
+        benchmarks: names of benchmarks; by default all. See --list.
+        list: list the benchmarks and stop.
+        quick: tiny sizes, seconds: shows that everything works; its numbers mean nothing.
+        rounds: least number of rounds; by default 10, or 2 if quick.
+        seconds: time in which a case of the summary may add rounds until its ratios are within
+            ±2 %; other cases have a tenth of it.
+        threads: threads of torch; by default its own choice.
+        device: cpu, cuda, cuda:1, mps, or auto for the best available.
+        out: folder for the record; `weightnorm report` shows it with charts. Other benchmarks of a
+            record that is there are kept.
+        compare: an older result.json to compare with; the exit code is 3 if a value got worse.
+    """
+    from weightnorm.lab import bench_output
+    from weightnorm.lab.bench.registry import BENCHMARKS
+
+    if list:
+        for name, benchmark in BENCHMARKS.items():
+            say(textwrap.fill(f"{name:16}{benchmark.title}", 80, subsequent_indent=" " * 16))
+        return 0
+    chosen = [BENCHMARKS[nearest(x, BENCHMARKS, "benchmark")] for x in benchmarks or BENCHMARKS]
+    settings = bench_output.settings(quick, rounds, seconds, threads, device)
+    slower = bench_output.measure(chosen, settings, out, compare, console(), console(stderr=True))
+    return SLOWER if slower else 0
+
+
+def report(runs: Path = Path("runs"), /, out: Path = Path("report")) -> None:
+    """Write figures, tables and a page from records.
+
+    Args:
+        runs: folder that holds the records.
+        out: folder the page is written to, with PNG and SVG of every figure.
+    """
+    from weightnorm.lab import reports
+
+    files = reports.report(runs, out)
+    for problem in files.problems:
+        print(printable(f"left out: {problem}"), file=sys.stderr)
+    say(f"report: {files.page.resolve()}")
+
+
+def tables(root: Path, /) -> None:
+    """Update the tables and figures of README.md and docs/ from docs/results.
+
+    Args:
+        root: the repository.
+    """
+    from weightnorm.lab.reports import update_documents
+
+    for path in update_documents(root):
+        say(f"updated: {path}")
+
+
+def data(data_dir: Path | None = None, download: tuple[str, ...] = ()) -> None:
+    """Show and download the data sets, verifying checksums.
+
+    Args:
+        data_dir: folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache.
+        download: data sets to download: cifar10, mnist, binarized-mnist, or all.
+    """
+    from weightnorm.lab.data import fetch
+    from weightnorm.lab.data.catalog import DATA_SETS
+
+    wanted = tuple(DATA_SETS) if "all" in download else download
+    for name in [nearest(name, DATA_SETS, "data set") for name in wanted]:
+        fetch.fetch(name, data_dir)
+    for data_set in fetch.status(data_dir):
+        say(f"{data_set.name}: {data_set.folder}")
+        width = max(len(file.path.name) for file in data_set.files)
+        for file in data_set.files:
+            say(f"  {file.path.name:{width}}  {file.state:10} {file.file.size:>11,} bytes")
+    say("digits: in scikit-learn")
+
+
+# — checkpoint files —
+
+
+def convert(
+    source: Path,
+    target: Path,
+    /,
+    to: Literal["parametrize", "hook", "folded"],
+    weights: tuple[str, ...] = (),
+    dim: int | Literal["infer"] | None = "infer",
+) -> None:
+    """Convert a checkpoint file between weight-norm formats.
+
+    Args:
+        source: the checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or the .safetensors.index.json
+            of shards. Nothing in it is executed.
+        target: the file to write, of the same kind, whole or not at all. No file is overwritten.
+        to: the keys of torch.nn.utils.parametrizations.weight_norm, those of
+            torch.nn.utils.weight_norm (weight_g, weight_v), or plain weights.
+        weights: plain weights to decompose, by name or pattern such as '*.weight'.
+        dim: the kept axis, for plain weights (else 0) and where shapes leave it open: a flat g
+            beside a square v.
+    """
+    from weightnorm.files.convert import convert_file
+
+    done = convert_file(source, target, to, weights, dim)
+    say(f"read:    {source}\nwritten: {target}")
+    say(f"{_count(len(done.names), 'normalized weight')}, written as {to}")
+    for part, tensors in done.untouched.items():
+        say(f"left as it was: {part} ({_count(tensors, 'tensor')}, none of a normalized weight)")
+
+
+def inspect(file: Path, /) -> None:
+    """Show the normalized weights of a checkpoint file.
+
+    A line for each: shape, kept axis, mean ‖v‖, mean |g|, units with g = 0 or v = 0.
+
+    Args:
+        file: the checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or the .safetensors.index.json
+            of shards. Nothing in it is executed.
+    """
+    from weightnorm.files.inspect import inspect_file
+
+    contents = inspect_file(file)
+    rows = [("shape", "dim", "mean ‖v‖", "mean |g|", "dead", "weight")] * bool(contents.weights)
+    for weight in contents.weights:
+        unknown = weight.dim == "ambiguous"
+        rows.append(
+            (
+                "×".join(map(str, weight.shape)),
+                "?" if unknown else str(weight.dim).replace(" ", ""),
+                "?" if unknown else f"{weight.v_norm:.4g}",
+                f"{weight.g:.4g}",
+                str(weight.dead or ""),
+                weight.name,
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for *cells, name in rows:  # the name last and whole, so that grep finds it
+        say("  ".join([*map(str.ljust, cells, widths), printable(name)]))
+    formats = Counter(weight.format for weight in contents.weights)
+    kinds = f" ({', '.join(f'{n} {format}' for format, n in formats.items())})" if formats else ""
+    found = _count(len(contents.weights), "normalized weight")
+    say(f"{found}{kinds}, {_count(contents.others, 'other tensor')}")
+
+
+COMMANDS: dict[str, Callable[..., int | None]] = {
+    "list": list_experiments,
+    "run": run,
+    "sweep": sweep,
+    "status": status,
+    "claims": claims,
+    "bench": bench,
+    "report": report,
+    "tables": tables,
+    "data": data,
+    "convert": convert,
+    "inspect": inspect,
+    "demo": demo,
+}
+FOR_MAINTAINERS = ("tables",)
+"""Commands that the overview does not show."""
+EXTRAS = {"convert": "files", "inspect": "files"}
+"""The extra that installs what a command needs, if it is not `lab`."""
+
+
+# — the entry —
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a command; returns its exit code."""
+    words = [*split_flags(words)]
+    try:
+        if not words or words[0] in ("-h", "--help", "help"):
+            say(_overview())
+            return 0
+        if words[0] == "--version":
+            say(f"weightnorm {__version__}")
+            return 0
+        code = _run(nearest(words[0], COMMANDS, "command"), words[1:])
+        sys.stdout.flush()
+        return code
+    except Interrupted as stopped:
+        _print_error(f"stopped; everything is saved in {stopped}")
+        _print_error(f"to resume:  {shlex.join(['weightnorm', *words])}")
+        return stopped.exit_code
+    except LabError as error:
+        _print_error(f"{'error' if error.exit_code == 2 else 'failed'}: {error}")
+        return error.exit_code
+    except BrokenPipeError:  # standard output was closed, as by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (FileError, OSError) as error:  # a folder that cannot be made, a full disk
+        _print_error(f"failed: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return Interrupted.exit_code
+
+
+def _run(name: str, words: list[str]) -> int:
+    command = COMMANDS[name]
+    try:
+        code = command(words) if command in (run, sweep) else parse(command, words, name)
+    except ModuleNotFoundError as error:
+        if (error.name or "weightnorm").partition(".")[0] == "weightnorm":
+            raise
+        raise LabError(
+            f"weightnorm {name} needs the package {error.name}, which is not installed: "
+            f"pip install 'weightnorm[{EXTRAS.get(name, 'lab')}]'"
+        ) from error
+    return code or 0
+
+
+def _overview() -> str:
+    shown = [name for name in COMMANDS if name not in FOR_MAINTAINERS]
+    width = max(map(len, shown))
+    return "\n".join(
+        [
+            "Experiments of the weight normalization paper, and checkpoint tools.\n",
+            *(f"  weightnorm {name:{width}}  {_summary(COMMANDS[name])}" for name in shown),
+            "\nEach has a --help. Start with: weightnorm demo",
+        ]
+    )
+
+
+def _summary(command: Callable[..., object]) -> str:
+    return (command.__doc__ or "").partition("\n")[0]
+
+
+def _print_error(text: str) -> None:
+    print(printable(text, keep="\n"), file=sys.stderr)
+
+
+# — parsing —
+
+
+def parse(kind: Callable[..., Any], words: list[str], name: str, **more: Any) -> Any:
+    """Parse options with tyro; SystemExit(0) after help, SystemExit(2) after an error."""
+    import tyro
+
+    config = (tyro.conf.EnumChoicesFromValues,)
+    return tyro.cli(kind, args=words, prog=f"weightnorm {name}", config=config, **more)
+
+
+def split_flags(words: Iterable[str]) -> list[str]:
+    """Split ``--flag=value`` into two words; flags have dashes, and --out may be called --runs.
+
+    >>> split_flags(["--learning_rate=0.1", "--runs", "a_b"])
+    ['--learning-rate', '0.1', '--out', 'a_b']
+    """
+    split: list[str] = []
+    for word in words:
+        flag, *value = word.split("=", 1) if word.startswith("--") else (word,)
+        if word.startswith("--"):
+            flag = {"--runs": "--out"}.get(flag, flag.replace("_", "-"))
+        split += [flag, *value]
+    return split
+
+
+def experiment(name: str) -> ModuleType:
+    """Import an experiment."""
+    return import_module(f"weightnorm.lab.{name}")
+
+
+def split_experiment(command: str, words: list[str]) -> tuple[ModuleType, list[str]]:
+    """Return the experiment, the first word, and the words after it."""
+    if words and words[0] in ("-h", "--help"):
+        say(f"usage: weightnorm {command} EXPERIMENT [settings]\n")
+        say(f"{_summary(COMMANDS[command])}\n")
+        list_experiments()
+        raise SystemExit(0)
+    if not words or words[0].startswith("-"):
+        names = "|".join(EXPERIMENTS)
+        raise UsageError(f"which experiment? weightnorm {command} {names} [settings]")
+    return experiment(nearest(words[0], EXPERIMENTS, "experiment")), words[1:]
+
+
+def preset_flags(name: str) -> str:
+    """Return the flags that select a preset.
+
+    >>> preset_flags("cpu cifar10")
+    '--preset cpu --data cifar10'
+    """
+    preset, _, data = name.partition(" ")
+    return f"--preset {preset} --data {data}" if data else f"--preset {preset}"
+
+
+def parse_config(module: ModuleType, words: list[str], name: str) -> Any:
+    """Parse the config of an experiment: the preset that is named, changed by the other flags."""
+    from weightnorm.lab.config import find_preset
+
+    given = dict(pairwise([*split_flags(words), ""]))
+    preset = given.get("--preset", "cpu")
+    if preset not in module.PRESETS:
+        preset = "cpu"  # parse() below raises the error
+    default = find_preset(module.PRESETS, preset, given.get("--data", ""))
+    return parse(type(default), words, name, default=default)
+
+
+# — the terminal —
+
+
+def say(text: str) -> None:
+    """Print text as it is, with control characters escaped."""
+    print(printable(text, keep="\n"))
+
+
+def console(stderr: bool = False) -> Any:
+    """Return a console for tables and progress."""
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"

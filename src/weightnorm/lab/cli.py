@@ -374,7 +374,7 @@ def convert(
 def inspect(file: Path, /) -> None:
     """Show the normalized weights of a checkpoint file.
 
-    A line for each: shape, kept axis, mean ‖v‖, mean |g|, units with g = 0 or v = 0.
+    A line for each: shape, kept axis, mean ‖v‖, mean |g|, units with w = 0.
 
     Args:
         file: the checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or the .safetensors.index.json

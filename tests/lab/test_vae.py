@@ -69,7 +69,7 @@ def test_folder_names_the_data():
     ("words", "message"),
     [
         (["--parameterization", "batch-norm"], "expected standard or weight-norm"),
-        (["--data", "cifr10"], "did you mean --data cifar10?"),
+        (["--data", "cifr10"], "invalid choice 'cifr10' for argument '--data'"),
     ],
 )
 def test_command_line_refuses_with_a_message(words, message, capsys):

@@ -3,7 +3,7 @@
 __version__ = "0.1.0"
 
 from weightnorm import diagnostics, functional
-from weightnorm.checkpoints import convert_state_dict, load_state_dict
+from weightnorm.checkpoints import convert_state_dict
 from weightnorm.data_init import data_dependent_init
 from weightnorm.folding import folded, remove_weight_norm
 from weightnorm.functional import Parts
@@ -41,7 +41,6 @@ __all__ = [
     "functional",
     "init_",
     "is_weight_normed",
-    "load_state_dict",
     "mean_only_batch_norm",
     "normalized_weights",
     "param_groups",

@@ -6,7 +6,7 @@ the tensor. Added to torch's implementation:
 - reading the tensor takes fewer Python calls;
 - modules can be copied, pickled and sent to spawned processes, and each copy has its own class
   (torch's copies share one, so removing the parametrization from a copy breaks the original);
-- ``load_state_dict`` accepts the keys of torch's older weight norm, ``weight_g`` and ``weight_v``;
+- ``load_state_dict`` accepts v and g under the keys of both of torch's flavours, and plain weights;
 - ``reset_parameters`` initializes the weight through v and g (torch's fills a temporary tensor);
 - a recurrent layer computes its weights once per forward pass and keeps none of them;
 - ``unparametrize`` replaces the tensor by a plain parameter and returns a function to undo it.
@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.weight_norm import WeightNorm as TorchHook
 
 from weightnorm import _kernels, functional
-from weightnorm._dtensor import placed_like
+from weightnorm._dtensor import any_true, placed_like
 from weightnorm._units import EPS, Units
 
 Scale = Literal["linear", "log"]
@@ -138,11 +138,59 @@ class WeightNormParametrizationList(ParametrizationList):
                 f"got a weight of shape {tuple(value.shape)}, "
                 f"expected {tuple(self.original1.shape)}"
             )
-        inverse: Any = value
+        for original, part in zip(
+            (self.original0, self.original1), self._inverted(value), strict=True
+        ):
+            original.copy_(placed_like(part, original))
+
+    def _inverted(self, weight: Tensor) -> Any:
+        """Return the values of original0 and original1 that give this weight."""
+        inverse: Any = weight
         for parametrization in reversed(list[Any](self)):
             inverse = parametrization.right_inverse(inverse)
-        for original, value in zip((self.original0, self.original1), inverse, strict=True):
-            original.copy_(placed_like(value, original))
+        return inverse
+
+    def loaded(self, stored: list[Tensor], *, is_log: bool, assign: bool) -> tuple[Tensor, Tensor]:
+        """Return the values of original0 and original1 for [w], [g, v] or [s, v] of a checkpoint.
+
+        v is masked, so that the state dict alone determines w. With `assign` the type and device
+        stay those of the checkpoint.
+        """
+        weight_norm: Any = self[0]
+        own_g, own_v, mask = self.original0, self.original1, weight_norm.mask
+        _check_weight(stored[-1], own_v)
+        if not (assign or own_v.is_meta):
+            stored = [x.to(own_v.device, own_v.dtype) for x in stored]
+        if len(stored) == 1:
+            g, v = self._inverted(stored[0])
+            if not g.is_meta and any_true(g.isfinite().logical_not()):
+                raise ValueError("‖w‖ is not finite, so w cannot be represented by v and g")
+            return placed_like(g, own_g), placed_like(v, own_v)
+        g, v = stored
+        if g.shape != own_g.shape and not (own_g.ndim == 0 and g.shape == (1,)):
+            raise ValueError(
+                f"g has shape {tuple(g.shape)} in the checkpoint and {tuple(own_g.shape)} here: "
+                "its units lie along another axis. To load the weight itself, pass "
+                'convert_state_dict(state, to="folded"); to keep v and g, apply weight norm with '
+                "the checkpoint's dim (torch's is 0, also for transposed convolutions)"
+            )
+        if is_log and weight_norm.scale != "log":
+            g = g.exp()
+        if weight_norm.scale == "log" and not is_log:  # w stays the same: g is positive
+            v = torch.where(weight_norm.units.spread(g < 0, v), -v, v)
+            g = weight_norm.stored(g.abs())
+        if mask is not None:
+            v = functional.masked(v, (mask != 0).to(v.device))
+        return placed_like(g, own_g), placed_like(v, own_v)
+
+
+def _check_weight(w: Any, own_v: Tensor) -> None:
+    """Raise unless this value of a checkpoint, w or v, is a tensor of the shape of v."""
+    if not (isinstance(w, Tensor) and w.is_floating_point()):
+        kind = w.dtype if isinstance(w, Tensor) else type(w).__name__
+        raise TypeError(f"is {kind} in the checkpoint; expected a floating-point tensor")
+    if w.shape != own_v.shape:
+        raise ValueError(f"has shape {tuple(w.shape)} in the checkpoint, {tuple(own_v.shape)} here")
 
 
 def is_plain(parametrizations: Any) -> bool:
@@ -427,17 +475,45 @@ def _register_parameter(module: nn.Module, name: str, param: nn.Parameter | None
     _plain_class(module).register_parameter(module, name, param)
 
 
+@torch.no_grad()
 def _load_from_state_dict(
-    module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
 ) -> None:
-    """Load v and g, also from the keys ``<name>_g`` and ``<name>_v`` of torch's older flavour."""
+    """Load v and g from their keys in either of torch's flavours, or from the plain weight."""
+    others = {prefix + key for key in (*module._parameters, *module._buffers)}
     for name, parametrizations in parametrizations_of(module).items():
-        older = f"{prefix}{name}_g", f"{prefix}{name}_v"
-        newer = [f"{prefix}parametrizations.{name}.{key}" for key in parametrizations.state_dict()]
-        # A log-scale has a third key and no older equivalent: g must not be loaded as s.
-        if len(newer) == 2 and state.keys() >= set(older) and state.keys().isdisjoint(newer):
-            state.update(zip(newer, [state.pop(key) for key in older], strict=True))
-    _plain_class(module)._load_from_state_dict(module, state, prefix, *rest)
+        if not isinstance(parametrizations, WeightNormParametrizationList):
+            continue
+        inner = f"{prefix}parametrizations.{name}"
+        own, mark = (f"{inner}.original0", f"{inner}.original1"), f"{inner}.0.log_scale"
+        flavours = [own, (f"{prefix}{name}_g", f"{prefix}{name}_v"), (f"{prefix}{name}",)]
+        found = [keys for keys in flavours if state.keys() >= {*keys} and others.isdisjoint(keys)]
+        if not found:
+            continue  # torch reports what is missing
+        stored = [[state.pop(key) for key in keys] for keys in found]
+        is_log = found[0] is own and state.pop(mark, None) is not None
+        try:
+            if len(found) > 1:
+                (*_, first), (*_, second) = found[:2]
+                raise ValueError(f"{first!r} and {second!r} are both values of it; remove one")
+            assign = metadata.get("assign_to_params_buffers", False)
+            g, v = parametrizations.loaded(stored[0], is_log=is_log, assign=assign)
+        except Exception as error:  # torch raises one error for all modules
+            errors.append(f"{prefix}{name}: {error}")
+            g, v = parametrizations.original0, parametrizations.original1
+        state.update(zip(own, (g, v), strict=True))
+        if "log_scale" in parametrizations[0]._buffers:
+            state[mark] = torch.tensor(1.0)
+    _plain_class(module)._load_from_state_dict(
+        module, state, prefix, metadata, strict, missing, unexpected, errors
+    )
 
 
 def reset_through_parts(method: str) -> Callable[[nn.Module], None]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weightnorm._dtensor import gathered, resolve_partial
+from weightnorm._dtensor import gathered, is_sharded, resolve_partial
 
 Dim = int | tuple[int, ...] | None
 
@@ -141,6 +141,20 @@ class Units:
         zero = squares == 0
         return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
 
+    def exact_norm(self, v: Tensor) -> Tensor:
+        """Return ‖v‖ in float64, to the bit the same on every device: halves are added up, so that
+        the order of the sums does not depend on the device (it does for shards over ranks)."""
+        wide = in_float64(v)
+        if is_sharded(wide):
+            return self.norm(wide)
+        sums = self.rows(wide).square()
+        width = 1 << max(sums.shape[1] - 1, 0).bit_length()
+        sums = torch.nn.functional.pad(sums, (0, width - sums.shape[1]))
+        while sums.shape[1] > 1:
+            first, second = sums.chunk(2, dim=1)
+            sums = first + second
+        return sums.sqrt().reshape(self.shape(v.shape))
+
     def divisor(self, v: Tensor, eps: float = EPS) -> Tensor:
         """Return ‖v‖ to divide by: ∞ for a zero unit, whose quotients are then 0, and NaN where the
         sum of squares overflows.
@@ -192,3 +206,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def exact_dtype(x: Tensor) -> torch.dtype:
     """Return float64, for sums over many numbers; on Apple's GPUs, which lack it, float32."""
     return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """Return x in float64; on the CPU if its device has no such type."""
+    return x.to("cpu" if x.device.type == "mps" else x.device, torch.float64)

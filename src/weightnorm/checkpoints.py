@@ -1,4 +1,4 @@
-"""Convert and load state dicts of weight-normalized models.
+"""Convert state dicts of weight-normalized models.
 
 A normalized weight is stored in one of three formats:
 
@@ -15,8 +15,8 @@ Note [which pairs are weight norm]
     Names alone do not decide: other tensors have such names too, as ``bias_v`` of
     ``nn.MultiheadAttention``. A pair counts as weight norm if both are real floating-point tensors,
     v has two or more dimensions, and g has the shape of a norm of v: one number, or one for each
-    index along an axis (with 1 along all others, or flat). All other tensors are copied as they
-    are.
+    index along some axes, but not all (with 1 along all others; along one axis also flat). All
+    other tensors are copied as they are.
 
 Note [conversion is planned first]
     ``plan_conversion`` decides from shapes and types what each new key will hold, and refuses
@@ -28,29 +28,23 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from os import PathLike
 from typing import Any, Literal, TypeGuard, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from weightnorm import _kernels, functional
-from weightnorm._dtensor import any_true, placed_like
-from weightnorm._units import Parts, Units
-from weightnorm.folding import refuse_folded
-from weightnorm.inspection import NormalizedWeight, find_normalized
+from weightnorm import _units, functional
+from weightnorm._dtensor import any_true
+from weightnorm._units import Parts, Units, in_float64
 
 Format = Literal["parametrize", "hook", "folded"]
 FORMATS: tuple[Format, ...] = ("parametrize", "hook", "folded")
-Dim = int | Literal["infer"] | None
+Dim = _units.Dim | Literal["infer"]
 State = Mapping[Any, Any]
 Weights = str | Iterable[str] | Callable[[str, Tensor], bool]
 
@@ -58,7 +52,7 @@ _PARAMETRIZED = re.compile(r"(.*\.)?parametrizations\.([^.]+)\.(.+)", re.DOTALL)
 
 
 class StateDictError(ValueError):
-    """A state dict that cannot be converted or loaded, with the reason."""
+    """A state dict that cannot be converted, with the reason."""
 
 
 # — stored weights —
@@ -107,14 +101,13 @@ def log_key(path: str) -> str:
 def stored_weights(state: State, dim: Dim = "infer") -> list[StoredWeight]:
     """Find the normalized weights of a state dict. See Note [which pairs are weight norm].
 
-    >>> from weightnorm import weight_norm
-    >>> state = nn.Sequential(weight_norm(nn.Linear(2, 3))).state_dict()
+    >>> state = {"0.weight_g": torch.ones(3, 1), "0.weight_v": torch.ones(3, 2)}
     >>> [weight.path for weight in stored_weights(state)]
     ['0.weight']
     """
     named = (_path_of_g(key) for key in state if isinstance(key, str))
     pairs = (_stored_pair(state, *found) for found in named if found)
-    return [pair for pair in pairs if pair and _kept_axes(pair, dim)]
+    return [pair for pair in pairs if pair and _fitting_units(pair, dim)]
 
 
 def _path_of_g(key: str) -> tuple[str, Format] | None:
@@ -142,7 +135,7 @@ def _is_real(x: Any) -> TypeGuard[Tensor]:
     return dense and x.is_floating_point() and not is_lazy(x)
 
 
-def _kept_axes(weight: StoredWeight, dim: Dim) -> list[Units]:
+def _fitting_units(weight: StoredWeight, dim: Dim) -> list[Units]:
     """Return all units for which g has the shape of a norm of v."""
     v, g = weight.v.shape, weight.g.shape
     if len(v) < 2:
@@ -154,36 +147,35 @@ def _kept_axes(weight: StoredWeight, dim: Dim) -> list[Units]:
     for axis in range(len(v)):
         if g == Units(axis).shape(v):
             return [Units(axis)]
-    # A grouped transposed convolution. With a g as large as v, only specific names are believed.
-    groups, known = g[0], weight.format == "parametrize" or g != v
-    if len(v) > 2 and groups > 1 and known and v[0] % groups == 0:
-        return [Units(1, groups)] if g == Units(1, groups).shape(v) else []
+    if weight.format == "hook" and g == v:
+        return []  # a g as large as v: only specific names are believed
+    kept = tuple(axis for axis in range(len(v)) if g[axis] > 1)
+    if 1 < len(kept) < len(v) and g == Units(kept).shape(v):
+        return [Units(kept)]
+    if len(v) > 2 and g[0] > 1 and v[0] % g[0] == 0 and g == Units(1, g[0]).shape(v):
+        return [Units(1, g[0])]  # a grouped transposed convolution
     return []
 
 
 def units_of(weight: StoredWeight, dim: Dim = "infer") -> Units:
     """Return the units by the shapes; `dim` decides if several axes fit."""
-    fitting = _kept_axes(weight, dim)
+    fitting = _fitting_units(weight, dim)
     if len(fitting) > 1 and dim != "infer":
-        fitting = [u for u in fitting if u.dim == _resolve(weight.path, weight.v, dim)]
+        fitting = [units for units in fitting if units == _units_along(dim, weight.path, weight.v)]
     if len(fitting) == 1:
         return fitting[0]
     axes = [units.dim for units in fitting]
-    reason = (
-        f"could be along any of the axes {axes}; choose with dim, in convert_state_dict"
-        if axes
-        else "fits no axis"
-    )
+    reason = f"could be along any of the axes {axes}; choose with dim" if axes else "fits no axis"
     raise StateDictError(
         f"{weight.path}: g of shape {tuple(weight.g.shape)} beside v of shape "
         f"{tuple(weight.v.shape)} {reason}"
     )
 
 
-def _resolve(path: str, w: Tensor, dim: Dim) -> Any:
-    """Return a valid axis of a weight; 0 if it is to be inferred."""
+def _units_along(dim: Dim, path: str, w: Tensor) -> Units:
+    """Return the units of a weight along the axes of `dim`; along 0 if it is to be inferred."""
     try:
-        return Units(0 if dim == "infer" else dim).of(w.shape).dim
+        return Units(0 if dim == "infer" else dim).of(w.shape)
     except IndexError as error:
         raise StateDictError(f"{path}: {error}") from None
 
@@ -193,33 +185,24 @@ def _resolve(path: str, w: Tensor, dim: Dim) -> Any:
 
 @torch.no_grad()
 def fold(weight: StoredWeight, dim: Dim = "infer") -> Tensor:
-    """Compute w = g·v/‖v‖; v itself for units with g = ‖v‖, so that decomposing is undone exactly.
-
-    g is compared with ‖v‖ rounded to g's type, as `_decompose` stores it.
-    """
-    v, g = weight.parts
+    """Compute w = g·v/‖v‖, to the bit the same on every device; decomposing is undone exactly."""
     units = units_of(weight, dim)
-    g = g.reshape(units.shape(v.shape))
-    norm = functional.norm(v, units).to(g.dtype)
-    unchanged = (norm == g) | (norm.isnan() & g.isnan())
-    w = _kernels.formula(v, g, units).to(v.dtype)
-    return torch.where(units.spread(unchanged, v), v, w)
+    g = in_float64(weight.g).exp() if weight.is_log else weight.g
+    return functional.fold(v=weight.v, g=g.reshape(units.shape(weight.v.shape)), units=units, eps=0)
 
 
 @torch.no_grad()
-def _decompose(path: str, w: Tensor, axis: int | None) -> Parts:
-    """Return v = w and g = ‖w‖ (for zero rows any direction and g = 0); exact when folded."""
-    units = Units(axis)
+def _decompose(path: str, w: Tensor, units: Units) -> Parts:
+    """Return v = w and g = ‖w‖ (for zero units any direction and g = 0); exact when folded."""
     v, g = functional.decompose(w, units)
-    if w.device.type == "meta":
+    if w.is_meta:
         return Parts(v=v, g=g)
-    # functional.decompose also replaces rows that are merely short, and folding must return them.
-    zero = functional.norm((w != 0).to(w.dtype), units) == 0
-    v = torch.where(units.spread(zero, w), v, w)
-    finite = functional.norm(w.isfinite().logical_not().to(w.dtype), units) == 0
+    g = units.exact_norm(w).to(w)
+    zero = units.sum((w != 0).float()) == 0  # functional.decompose also replaces short ones
+    finite = units.sum(w.isfinite().logical_not().float()) == 0
     if any_true(finite & g.isfinite().logical_not()):
         raise StateDictError(f"{path}: ‖w‖ is too large for {w.dtype}; use a wider type")
-    return Parts(v=v, g=g)
+    return Parts(v=torch.where(units.spread(zero, w), v, w), g=g)
 
 
 # — conversion —
@@ -247,111 +230,77 @@ class Conversion:
     tensors: list[PlannedTensor]
 
 
-def _fits(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatchcase(name, pattern)  # a name may contain [ or *
-
-
-class WeightSelection:
-    """Selects plain weights by name, pattern or function."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._function = weights if callable(weights) else None
-        patterns = () if callable(weights) else weights
-        self._patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-        if wrong := [pattern for pattern in self._patterns if not isinstance(pattern, str)]:
-            raise StateDictError(f"weights has {wrong[0]!r}; expected names and patterns")
-        self._unmatched = dict.fromkeys(self._patterns)
-        self._names: list[str] = []
-
-    def matches(self, name: str) -> bool:
-        """Whether a pattern matches the name."""
-        self._names.append(name)
-        found = [pattern for pattern in self._patterns if _fits(name, pattern)]
-        for pattern in found:
-            self._unmatched.pop(pattern, None)
-        return bool(found)
-
-    def selects(self, name: Hashable, value: Any) -> bool:
-        """Whether this item of a state dict is a plain weight to decompose."""
-        if not (isinstance(name, str) and isinstance(value, Tensor)):
-            return False
-        if self._function is not None:
-            return bool(self._function(name, value))
-        return _is_real(value) and value.ndim > 1 and self.matches(name)
-
-    def raise_unmatched(self) -> None:
-        """Raise for a pattern that has matched nothing, naming the nearest weights."""
-        for pattern in self._unmatched:
-            near = get_close_matches(pattern, self._names, 3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "check the names"
-            raise StateDictError(
-                f"weights={pattern!r} matches no weight (a matrix or more); {hint}"
-            )
-
-
 def convert_state_dict(
     state: State, to: Format, *, weights: Weights = (), dim: Dim = "infer"
 ) -> dict[Any, Any]:
     """Return a state dict with every normalized weight in the format `to`; all else as it is.
+
+    A model normalized by this library loads all three formats by its own ``load_state_dict``. For
+    other models choose the format that has their keys: ``"folded"`` for a plain model,
+    ``"parametrize"`` or ``"hook"`` for torch's two functions. ``"folded"`` also loads into a
+    normalized model whose units lie along another axis.
 
     Args:
         state: a state dict. ``weightnorm convert`` also converts those inside a checkpoint.
         to: ``"parametrize"``, ``"hook"`` or ``"folded"``.
         weights: plain weights to decompose: a name or pattern such as ``"*.weight"``, several, or a
             function of name and tensor. A pattern that matches nothing is an error.
-        dim: the kept axis. It is inferred from the shape of g, so it is needed only for a flat g
-            beside a square v, and for plain weights that keep another axis than 0.
+        dim: the kept axis or axes. They are inferred from the shape of g, so `dim` is needed only
+            for a flat g beside a square v, and for plain weights that keep another axis than 0.
 
     A log-scale is converted to linear g. Conversion and its inverse are exact. If two tensors would
     get the same key, or the result could be misread, a StateDictError names both.
 
+    >>> from torch import nn
     >>> from weightnorm import weight_norm
-    >>> list(convert_state_dict(weight_norm(nn.Linear(2, 3)).state_dict(), to="hook"))
-    ['bias', 'weight_g', 'weight_v']
+    >>> state = convert_state_dict(weight_norm(nn.Linear(2, 3)).state_dict(), to="folded")
+    >>> nn.Linear(2, 3).load_state_dict(state)
+    <All keys matched successfully>
     """
-    _check_state(state, "convert_state_dict")
+    _refuse_nested(state)
     plan = plan_conversion(state, to, weights, dim)
-    nested = [key for key, value in state.items() if isinstance(value, Mapping)]
-    if nested and not plan.names:
+    result: Any = {planned.key: planned.compute(state) for planned in plan.tensors}
+    if hasattr(state, "_metadata"):  # the versions of modules, which load_state_dict reads
+        result = OrderedDict(result)
+        result._metadata = state._metadata
+    return cast(dict[Any, Any], result)
+
+
+def _refuse_nested(state: State) -> None:
+    """Raise if state dicts lie inside this one: they would be copied unconverted."""
+    inner = [
+        f"state[{key!r}]"
+        for key, value in state.items()
+        if isinstance(value, Mapping) and not str(key).endswith("_extra_state")
+        if any(isinstance(x, (Tensor, Mapping)) for x in value.values())
+    ]
+    if inner:
         raise StateDictError(
-            f"found no weight to convert; {nested[0]!r} is a mapping: pass the state dict itself"
+            f"found other mappings inside; pass the state dict itself, one of {', '.join(inner)}"
         )
-    result = _empty_like(state)
-    result.update({planned.key: planned.compute(state) for planned in plan.tensors})
-    return result
-
-
-def _empty_like(state: State) -> dict[Any, Any]:
-    """Return a dict with the versions of the modules, which ``load_state_dict`` passes to them."""
-    empty: Any = OrderedDict() if hasattr(state, "_metadata") else {}
-    if hasattr(state, "_metadata"):
-        empty._metadata = state._metadata
-    return cast(dict[Any, Any], empty)
 
 
 def plan_conversion(
     state: State, to: Format, weights: Weights = (), dim: Dim = "infer"
 ) -> Conversion:
     """Plan the conversion of a state dict, which may hold meta tensors, without computing."""
-    _check_arguments(to, dim)
-    selection = WeightSelection(weights)
+    if to not in FORMATS:
+        raise StateDictError(f"to={to!r} is unknown; expected one of {FORMATS}")
     stored = {key: weight for weight in stored_weights(state, dim) for key in weight.keys}
+    selected = _selected(state, stored, weights)
     names: list[str] = []
     tensors: list[PlannedTensor] = []
     for key, value in state.items():
         weight = stored.get(key)
         if weight is not None:
-            if key != weight.keys[0]:
-                continue  # the whole weight is placed where its g was
-            selection.matches(weight.path)
-            names.append(weight.path)
-            tensors += _plan_stored(state, weight, to, dim)
-        elif selection.selects(key, value) and to != "folded":
+            if key == weight.keys[0]:  # the whole weight is placed where its g was
+                names.append(weight.path)
+                tensors += _plan_stored(state, weight, to, dim)
+        elif key in selected and to != "folded":
             names.append(key)
             tensors += _plan_decomposed(key, value, to, dim)
         else:
             tensors.append(_plan_copy(key, key, value))
-    selection.raise_unmatched()
     _refuse_collisions(tensors)
     outline = {planned.key: planned.outline for planned in tensors}
     found = stored_weights(outline, dim)
@@ -362,24 +311,25 @@ def plan_conversion(
     return Conversion(names, tensors)
 
 
-def _check_state(state: object, function: str) -> None:
-    if isinstance(state, Mapping):
-        return
-    if isinstance(state, nn.Module):
-        got = f"the module {type(state).__name__}: pass its state_dict()"
-    elif isinstance(state, (str, PathLike)):
-        got = f"{str(state)!r}: pass torch.load(path, weights_only=True)"
-    else:
-        got = type(state).__name__
-    raise TypeError(f"{function} expects a state dict; got {got}")
-
-
-def _check_arguments(to: Any, dim: Any) -> None:
-    if to not in FORMATS:
-        near = get_close_matches(str(to), FORMATS, 1) or FORMATS
-        raise StateDictError(f"to={to!r} is unknown; expected one of {FORMATS}: {near[0]!r}?")
-    if not (dim is None or dim == "infer" or isinstance(dim, int)):
-        raise StateDictError(f"dim={dim!r}; expected an axis, None or 'infer'")
+def _selected(state: State, stored: Mapping[Any, StoredWeight], weights: Weights) -> set[str]:
+    """Return the names of the plain weights to decompose."""
+    plain = {
+        key: value
+        for key, value in state.items()
+        if isinstance(key, str) and isinstance(value, Tensor) and key not in stored
+    }
+    if callable(weights):
+        return {name for name, value in plain.items() if weights(name, value)}
+    matrices = {name for name, value in plain.items() if _is_real(value) and value.ndim > 1}
+    names = matrices | {weight.path for weight in stored.values()}
+    selected: set[str] = set()
+    for pattern in [weights] if isinstance(weights, str) else weights:
+        # A name may contain [ or *.
+        matching = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
+        if not matching:
+            raise StateDictError(f"weights={pattern!r} matches no weight (a matrix or more)")
+        selected |= matching & matrices
+    return selected
 
 
 def _plan_copy(new: Hashable, key: Hashable, value: Any) -> PlannedTensor:
@@ -418,11 +368,11 @@ def _plan_decomposed(key: str, w: Tensor, to: Format, dim: Dim) -> Iterator[Plan
             "floating-point weight of two or more dimensions that is not empty"
         )
     _refuse_narrow(key, w)
-    axis = _resolve(key, w, dim)
-    g = torch.empty(Units(axis).shape(w.shape), dtype=w.dtype, device="meta")
+    units = _units_along(dim, key, w)
+    g = torch.empty(units.shape(w.shape), dtype=w.dtype, device="meta")
     new_g, new_v = part_keys(key, to)
-    yield PlannedTensor(new_g, key, g, lambda state: _decompose(key, state[key], axis).g)
-    yield PlannedTensor(new_v, key, w, lambda state: _decompose(key, state[key], axis).v)
+    yield PlannedTensor(new_g, key, g, lambda state: _decompose(key, state[key], units).g)
+    yield PlannedTensor(new_v, key, w, lambda state: _decompose(key, state[key], units).v)
 
 
 def _refuse_narrow(path: str, *parts: Tensor) -> None:
@@ -470,195 +420,3 @@ def _refuse_misreadings(found: list[StoredWeight], expected: list[str]) -> None:
             )
     for path in sorted(set(expected) - {weight.path for weight in found}):
         raise StateDictError(f"{path}: g has the shape of v; it could not be recognized again")
-
-
-# — loading —
-
-
-@torch.no_grad()
-def load_state_dict(model: nn.Module, state: State, strict: bool = True) -> list[str]:
-    """Load a state dict of any format into a model, normalized in any way or plain.
-
-    Returns the names of the weights that were converted. Keys that the model itself has are loaded
-    as they are. With ``strict``, missing and unexpected weights are an error that names them. After
-    a StateDictError the model is unchanged.
-
-    >>> from weightnorm import weight_norm
-    >>> plain = nn.Linear(2, 3)
-    >>> load_state_dict(weight_norm(nn.Linear(2, 3)), plain.state_dict())
-    ['weight']
-    """
-    _check_state(state, "load_state_dict")
-    for module in model.modules():
-        refuse_folded(module, "load the weights")
-    own = model.state_dict()
-    found = find_normalized(model, remove_duplicate=False)
-    normalized = {weight.path: weight for weight in found}
-    stored = _loadable_weights(state, own, normalized)
-    fitted: dict[Any, Any] = {}
-    sources: dict[Any, Any] = {}
-    converted = []
-    for key, value in state.items():
-        weight = stored.get(key)
-        if weight is not None and key != weight.keys[0]:
-            continue
-        path = key if weight is None else weight.path
-        target = normalized.get(path)
-        if target is not None:
-            tensors = _fit(target, weight, value)
-            changed = weight is None or set(weight.keys) != set(tensors)
-        else:
-            tensors = {path: value if weight is None else _fold_checked(state, weight)}
-            changed = weight is not None
-        for new in tensors:
-            if new in sources:
-                raise StateDictError(
-                    f"{sources[new]!r} and {key!r} are both values of {path!r}; remove one of them"
-                )
-            sources[new] = key
-        fitted.update(tensors)
-        converted += [path] * changed
-    missing = [key for key in own if key not in fitted]
-    unexpected = [key for key in fitted if key not in own]
-    named = _empty_like(state)
-    named.update({key: value for key, value in fitted.items() if isinstance(key, str)})
-    if strict and (missing or unexpected) and not _modules_accept(model, named):
-        raise StateDictError(_mismatch(model, normalized, missing, unexpected))
-    for key in fitted.keys() & own.keys():
-        _check_fits(key, fitted[key], own[key])
-    try:
-        model.load_state_dict(named, strict=False)
-    except RuntimeError as error:
-        raise StateDictError(str(error)) from error
-    return converted
-
-
-def _modules_accept(model: nn.Module, state: dict[str, Any]) -> bool:
-    """Whether the model's own ``load_state_dict`` accepts these keys, tried on a copy without data.
-
-    Modules may add missing keys, as BatchNorm does for checkpoints of old versions, or rename them.
-    """
-    tensors = (*model.parameters(), *model.buffers())
-    memo: dict[int, Any] = {id(t): _without_data(t) for t in tensors if t is not None}
-    outlines = _empty_like(state)
-    outlines.update({k: _without_data(x) for k, x in state.items()})
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about tensors without data
-            deepcopy(model, memo).load_state_dict(outlines)
-    except Exception:  # it does not fit, or the model cannot be copied
-        return False
-    return True
-
-
-def _without_data(value: Any) -> Any:
-    """Return a tensor on the meta device, and anything else as it is."""
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(value.detach().to("meta"), value.requires_grad)
-    return value.to("meta") if isinstance(value, Tensor) else value
-
-
-def _loadable_weights(
-    state: State, own: State, normalized: Mapping[str, NormalizedWeight]
-) -> dict[str, StoredWeight]:
-    """Return the stored weights by each of their keys, except where the model has such keys."""
-    plain = own.keys() - {key for weight in normalized.values() for key in _own_keys(weight)}
-    # For the weights that are normalized in the model, names are enough.
-    known = [_stored_pair(state, path, format) for path in normalized for format in FORMATS[:2]]
-    weights = [*stored_weights(state), *filter(None, known)]
-    return {key: w for w in weights if plain.isdisjoint(w.keys) for key in w.keys}
-
-
-def _fit(target: NormalizedWeight, weight: StoredWeight | None, value: Any) -> dict[str, Tensor]:
-    """Return the tensors of one of the model's weights, from stored parts or a plain weight."""
-    own_v, own_g = target.stored.v, target.stored.g
-    if weight is not None and _keeps_parts(target, weight):
-        v, g = weight.v, weight.g
-        if target.is_log != weight.is_log:
-            g = weight.parts.g if weight.is_log else target.parametrization.stored(g)
-    else:
-        if weight is not None:
-            _refuse_narrow(target.path, weight.v, weight.g)
-        w = value if weight is None else fold(weight)
-        if not _is_real(w):
-            kind = w.dtype if isinstance(w, Tensor) else type(w).__name__
-            raise StateDictError(f"{target.path} is {kind}; expected a floating-point tensor")
-        _check_shape(target.path, w, own_v)
-        _refuse_narrow(target.path, w)
-        v, g = target.decomposed(target.inverted(w) if weight is None else w)
-        if not g.is_meta and any_true(g.isfinite().logical_not()):
-            raise StateDictError(
-                f"{target.path}: ‖w‖ is not finite, so w cannot be represented by v and g"
-            )
-    g_key, v_key, *mark = _own_keys(target)
-    g, v = placed_like(g.reshape(own_g.shape), own_g), placed_like(v, own_v)
-    return {g_key: g, v_key: v, **{key: torch.tensor(True) for key in mark}}
-
-
-def _keeps_parts(target: NormalizedWeight, weight: StoredWeight) -> bool:
-    """Whether v and g themselves can be loaded; else only w = g·v/‖v‖ can."""
-    v, g = target.stored
-    if weight.v.shape != v.shape:
-        return False
-    # A flat g is accepted if it can only be along one axis.
-    flat = weight.g.ndim == 1 and _kept_axes(weight, "infer") == [target.units]
-    if weight.g.shape != g.shape and not flat:
-        return False
-    # A log-scale cannot represent a negative g.
-    return not target.is_log or weight.is_log or not any_true(weight.g < 0)
-
-
-def _fold_checked(state: State, weight: StoredWeight) -> Tensor:
-    _refuse_further_parametrizations(state, weight)
-    _refuse_narrow(weight.path, weight.v, weight.g)
-    return fold(weight)
-
-
-def _own_keys(weight: NormalizedWeight) -> tuple[str, ...]:
-    format: Format = "hook" if weight.parametrization is None else "parametrize"
-    mark = [log_key(weight.path)] if weight.is_log else []
-    return (*part_keys(weight.path, format), *mark)
-
-
-def _check_fits(key: str, value: Any, own: Any) -> None:
-    if not isinstance(own, Tensor):  # a module's extra state
-        return
-    if not isinstance(value, Tensor):
-        raise StateDictError(f"{key} is a {type(value).__name__}; expected a tensor")
-    if is_lazy(own):
-        return
-    if own.is_meta and not value.is_meta:
-        raise StateDictError(
-            f"{key} of the model is on the meta device and has no memory to load into; call "
-            "model.to_empty(device=…) first"
-        )
-    if value.layout != own.layout or not torch.can_cast(value.dtype, own.dtype):
-        raise StateDictError(
-            f"{key} is {value.dtype} ({value.layout}) in the checkpoint, "
-            f"{own.dtype} ({own.layout}) in the model"
-        )
-    _check_shape(key, value, own)
-
-
-def _check_shape(key: str, value: Tensor, own: Tensor) -> None:
-    if value.shape != own.shape and not (own.shape == () and value.shape == (1,)):
-        raise StateDictError(
-            f"{key} has shape {tuple(value.shape)} in the checkpoint, "
-            f"{tuple(own.shape)} in the model"
-        )
-
-
-def _mismatch(
-    model: nn.Module,
-    normalized: Mapping[str, NormalizedWeight],
-    missing: list[str],
-    unexpected: list[Any],
-) -> str:
-    path_of = {key: path for path, weight in normalized.items() for key in _own_keys(weight)}
-    lines = [f"the checkpoint does not fit {type(model).__name__}"]
-    if missing:
-        names = dict.fromkeys(path_of.get(key, key) for key in missing)
-        lines.append(f"  missing: {', '.join(names)}")
-    if unexpected:
-        lines.append(f"  unexpected: {', '.join(map(str, unexpected))}")
-    return "\n".join(lines)

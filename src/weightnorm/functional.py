@@ -16,7 +16,7 @@ from torch import Tensor
 from weightnorm import _kernels
 from weightnorm._dtensor import is_sharded, on_mesh_of, placed_like
 from weightnorm._kernels.cpu import correct_torch_second_derivative
-from weightnorm._units import EPS, Parts, Units
+from weightnorm._units import EPS, Parts, Units, in_float64
 
 __all__ = [
     "EPS",
@@ -25,6 +25,7 @@ __all__ = [
     "compose",
     "correct_torch_second_derivative",
     "decompose",
+    "fold",
     "gradients",
     "norm",
     "project",
@@ -64,6 +65,37 @@ def compose(
     """
     check_mask(mask, v.shape)
     return _kernels.compose(masked(v, mask), g, units.of(v.shape), eps)
+
+
+@torch.no_grad()
+def fold(
+    *,
+    v: Tensor,
+    g: Tensor,
+    units: Units = ROWS,
+    mask: Tensor | None = None,
+    eps: float = EPS,
+) -> Tensor:
+    """Return w = g·v/‖v‖ for good: computed in float64 and rounded once, without a gradient.
+
+    Units with g = ‖v‖ give v exactly, so that folding undoes `decompose`. For all others the result
+    is the same on every device, to the bit. (`decompose` stores ‖v‖ as its device sums it up: on
+    another device that g may count as any other number.)
+
+    >>> fold(v=torch.tensor([[3.0, 4.0]]), g=torch.tensor([[10.0]]))
+    tensor([[6., 8.]])
+    """
+    units, v = units.of(v.shape), masked(v, mask)
+    units.check(v, g)
+    norm = units.exact_norm(v)
+    zero = norm <= eps
+    divisor = torch.where(zero, torch.inf, torch.where(norm.isinf(), torch.nan, norm))
+    w = in_float64(v) * units.spread(in_float64(g) / divisor, v)
+    here = _kernels.norm(v, units)
+    unchanged = (g == norm.to(g)) | (g == here.to(g)) | (g.isnan() & here.isnan())
+    if eps > 0:
+        unchanged &= zero.to(g.device).logical_not()
+    return torch.where(units.spread(unchanged, v), v, placed_like(w, v).to(v))
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import ClassVar
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -106,7 +105,6 @@ class LinkNames(SphinxPostTransform):
     default_priority = 5
     name_or_call = re.compile(r"(?:weightnorm\.)?([A-Za-z_][\w.]*)(\(.*\)[\w.]*)?", re.DOTALL)
     modules = ("weightnorm", "weightnorm.diagnostics", "weightnorm.functional")
-    methods_of_torch: ClassVar = {"load_state_dict"}
 
     def run(self, **_: object) -> None:
         domain = self.env.domains.python_domain
@@ -116,7 +114,7 @@ class LinkNames(SphinxPostTransform):
                 continue
             name, call = match.groups()
             # A single plain word is more often an argument or an option than a function.
-            if name in self.methods_of_torch or (name.islower() and name.isalpha() and not call):
+            if name.islower() and name.isalpha() and not call:
                 continue
             entries = (domain.objects.get(f"{module}.{name}") for module in self.modules)
             entry = next(filter(None, entries), None)

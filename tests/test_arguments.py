@@ -32,7 +32,6 @@ OF_MODULE = {
     "folded": lambda module: wn.folded(module).__enter__(),
     "init_": lambda module: wn.init_(module, nn.init.ones_),
     "is_weight_normed": wn.is_weight_normed,
-    "load_state_dict": lambda module: wn.load_state_dict(module, {}),
     "normalized_weights": wn.normalized_weights,
     "parameterize": lambda module: wn.parameterize(module, "weight-norm"),
     "parts": wn.parts,
@@ -118,21 +117,6 @@ CALLS = {
         lambda: wn.parameterize(nn.Linear(3, 2), "wn"),
         ValueError,
         "how='wn' is unknown; expected one of standard, batch-norm, weight-norm",
-    ),
-    "load a path": (
-        lambda: wn.load_state_dict(network(), "model.pt"),
-        TypeError,
-        r"got 'model.pt': pass torch.load\(path, weights_only=True\)",
-    ),
-    "convert a module": (
-        lambda: wn.convert_state_dict(network(), to="hook"),
-        TypeError,
-        r"got the module Sequential: pass its state_dict\(\)",
-    ),
-    "convert a list": (
-        lambda: wn.convert_state_dict([1], to="hook"),
-        TypeError,
-        "expects a state dict; got list",
     ),
     "check with a class": (
         lambda: diagnostics.check(normalized(), Adam),

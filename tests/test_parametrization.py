@@ -319,8 +319,10 @@ def test_a_second_parametrization_is_inverted():
     ones = torch.ones(3, 2)
     init_(layer, nn.init.ones_)
     torch.testing.assert_close(layer.weight.detach(), ones)
+    layer.load_state_dict({"weight": 3 * ones, "bias": layer.bias})
+    torch.testing.assert_close(layer.weight.detach(), 3 * ones)
     init_(layer, lambda w: w.mul_(2))
-    torch.testing.assert_close(layer.weight.detach(), 2 * ones)
+    torch.testing.assert_close(layer.weight.detach(), 6 * ones)
     parametrize.register_parametrization(layer, "weight", nn.Tanh())
     with pytest.raises(ValueError, match="Tanh follows weight norm and has no right_inverse"):
         init_(layer, nn.init.ones_)

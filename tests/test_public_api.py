@@ -32,7 +32,6 @@ PUBLIC = {
     "functional": None,
     "init_": "(module, fn, name='weight')",
     "is_weight_normed": "(module, name=None)",
-    "load_state_dict": "(model, state, strict=True)",
     "mean_only_batch_norm": "(layer, momentum=0.1, *, group=None)",
     "normalized_weights": "(model)",
     "param_groups": "(model, *, v=None, g=None, others=None)",

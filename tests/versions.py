@@ -113,7 +113,7 @@ FEATURES = {
         "tests/test_optimizer_clusters.py",
         "tests/test_ranks_agree.py",
     ),
-    "Checkpoints": ("tests/test_state_dicts.py",),
+    "Checkpoints": ("tests/test_checkpoints.py",),
     "Diagnostics": ("tests/diagnostics/",),
 }
 

@@ -17,4 +17,4 @@ class Ours(Implementation):
         return weightnorm.parts(layer, name)
 
     def load(self, layer, state):
-        weightnorm.load_state_dict(layer, state)
+        layer.load_state_dict(weightnorm.convert_state_dict(state, to="folded"))

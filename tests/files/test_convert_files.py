@@ -23,7 +23,7 @@ from files.checkpoint_files import (
     tree,
     vocoder,
 )
-from weightnorm import load_state_dict, weight_norm
+from weightnorm import weight_norm
 from weightnorm.checkpoints import StateDictError
 from weightnorm.files import atomic, convert, safetensors_files
 from weightnorm.files.convert import convert_file
@@ -71,7 +71,7 @@ def test_plain_weights_are_decomposed_by_pattern(tmp_path, name):
     assert {"0.bias", "0.parametrizations.weight.original0", "1.weight"} <= set(state)
     model = nn.Sequential(nn.Conv1d(4, 8, 3), nn.Linear(3, 3))
     weight_norm(model[0])
-    load_state_dict(model, state)
+    model.load_state_dict(state)
     torch.testing.assert_close(model[0].weight, plain[0].weight)
 
 

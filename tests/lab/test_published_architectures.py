@@ -24,12 +24,11 @@ from weightnorm import (
     convert_state_dict,
     folded,
     is_weight_normed,
-    load_state_dict,
     normalized_weights,
     remove_weight_norm,
     weight_norm_model,
 )
-from weightnorm.checkpoints import FORMATS, StateDictError
+from weightnorm.checkpoints import FORMATS
 from weightnorm.lab.cli import main
 
 pytestmark = [
@@ -127,6 +126,8 @@ IMPLEMENTATIONS = {
     "folded": lambda layer, *_, **__: layer,
     "ours": weightnorm.weight_norm,
 }
+TRANSPOSED = ("encodec", "dac", "hifi-gan")
+"""Architectures with normalized transposed convolutions: torch keeps their input channels."""
 every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
@@ -164,13 +165,18 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return set(a) == set(b) and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize(("saved", "into"), [*product(IMPLEMENTATIONS, IMPLEMENTATIONS)])
+@pytest.mark.parametrize("saved", IMPLEMENTATIONS)
 @every_architecture
-def test_every_checkpoint_loads_into_every_implementation(name, saved, into):
-    source, target = built(name, saved), built(name, into)
-    expected = output_of(name, source)
+def test_every_checkpoint_loads_into_a_normalized_model(name, saved):
+    """Folded, where torch keeps the input channels of transposed convolutions."""
+    source, target = built(name, saved), built(name, "ours")
+    expected, state = output_of(name, source), source.state_dict()
     assert not torch.equal(output_of(name, target), expected)
-    load_state_dict(target, source.state_dict())
+    if saved in ("parametrize", "hook") and name in TRANSPOSED:
+        with pytest.raises(RuntimeError, match="its units lie along another axis"):
+            target.load_state_dict(state)
+        state = convert_state_dict(state, "folded")
+    target.load_state_dict(state)
     torch.testing.assert_close(output_of(name, target), expected)
 
 
@@ -275,7 +281,8 @@ def test_removal_equals_removal_by_torch(name, implementation):
     with folded(model):
         torch.testing.assert_close(output_of(name, model), expected)
         assert set(model.state_dict()) == set(theirs.state_dict())
-    assert tuple(remove_weight_norm(model)) == names_of(name)
+    assert remove_weight_norm(model) is model
+    assert not normalized_weights(model)
     torch.testing.assert_close(dict(model.state_dict()), dict(theirs.state_dict()))
     torch.testing.assert_close(output_of(name, model), expected)
 
@@ -297,7 +304,8 @@ def test_removal_by_the_class_handles_only_hooks(name):
 def test_all_layers_can_be_normalized(name):
     model = built(name, "folded")
     expected = output_of(name, model)
-    assert set(weight_norm_model(model)) >= set(names_of(name))
+    weight_norm_model(model)
+    assert set(normalized_weights(model)) >= set(names_of(name))
     torch.testing.assert_close(output_of(name, model), expected)
 
 
@@ -305,13 +313,3 @@ def test_document_lists_the_architectures():
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     rows = re.findall(r"\| `(\w+)` \| (\d) \| `(\w+)` \|", page)
     assert rows == [(a.kind.__name__, str(a.dim), a.expects) for a in ARCHITECTURES.values()]
-
-
-def test_missing_weights_are_named_as_in_the_model():
-    state = built("vits", "hook").state_dict()
-    missing = "flow.flows.0.wavenet.cond_layer.weight"
-    del state[f"{missing}_g"], state[f"{missing}_v"]
-    relative = "text_encoder.encoder.layers.0.attention.emb_rel_v"  # no part of a weight norm
-    del state[relative]
-    with pytest.raises(StateDictError, match=rf"VitsModel\n  missing: {relative}, {missing}$"):
-        load_state_dict(built("vits", "parametrize"), state)

@@ -28,8 +28,6 @@ from weightnorm.lab.errors import ConfigError, require
 from weightnorm.lab.records import RunRecord, read_json, write_json
 from weightnorm.lab.run import Run
 
-BYTES = 256
-
 NAME = "language"
 TITLE = "Transformer with weight norm in its optimizer (not in the paper)"
 METRIC = "train_bits_per_byte"
@@ -111,7 +109,21 @@ class Config(RunConfig):
     @property
     def default_rate(self) -> float:
         """The rate of the optimizer for the parameterization."""
-        return RATES[self.optimizer, self.parameterization]
+        if self.optimizer == "muon":
+            return 0.05 if self.parameterization.normalizes_weights else 0.02
+        return {"adamw": 0.005, "hyperball": 0.01}[self.optimizer]
+
+    @property
+    def length_rate(self) -> float:
+        """The initial step size of g; hyperball does not train g."""
+        return self.length_learning_rate or (0.1 if self.optimizer == "muon" else 0.005)
+
+    @property
+    def decay(self) -> float:
+        """The weight decay of the blocks' matrices."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return 0.0 if self.parameterization.normalizes_weights else 0.1
 
 
 CPU = Config(preset="cpu", about="1.9 million parameters, 1,000 steps, one core, 15 to 30 minutes")
@@ -128,17 +140,10 @@ PRESETS = {
         eval_texts=64,
     ),
 }
-RATES = {
-    ("adamw", Parameterization.STANDARD): 0.005,
-    ("adamw", Parameterization.WEIGHT_NORM): 0.005,
-    ("muon", Parameterization.STANDARD): 0.02,
-    ("muon", Parameterization.WEIGHT_NORM): 0.05,
-    ("hyperball", Parameterization.WEIGHT_NORM): 0.01,
-}
-LENGTH_RATES = {"adamw": 0.005, "muon": 0.1, "hyperball": 0.0}  # hyperball has no g to train
-
 
 # — the network: a decoder with rotary positions, RMS norm before each branch, no biases —
+
+BYTES = 256
 
 
 class SelfAttention(nn.Module):
@@ -266,7 +271,7 @@ def run(config: Config, console: Console | None = None, corpus: Corpus | None = 
                 run.batch = config.batch_size
                 texts = sample(train, epoch * config.steps + step, config, run)  # (B, T + 1)
                 with autocast(run.device, config.precision):
-                    loss = loss_of(network, texts, "sum") / (run.batch * config.context)
+                    loss = nats(network, texts) / (run.batch * config.context)
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 loss.backward()
@@ -288,51 +293,34 @@ def run(config: Config, console: Console | None = None, corpus: Corpus | None = 
 def build_optimizers(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
     """Return the optimizers of all parameters, that of the blocks' matrices first."""
     matrices = [m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear)]
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
     others = partial(torch.optim.AdamW, lr=config.other_learning_rate, weight_decay=0.0)
-    rate, decay = config.rate, config.weight_decay
-    if decay is None:
-        decay = 0.0 if config.parameterization.normalizes_weights else 0.1
-    adam: dict[str, Any] = {"lr": rate, "betas": (0.9, 0.95)}
+    adam: dict[str, Any] = {"lr": config.rate, "betas": (0.9, 0.95)}
+    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+        "adamw": (torch.optim.AdamW, adam),
+        "muon": (torch.optim.Muon, {"lr": config.rate}),
+        "hyperball": (torch.optim.Adam, adam),
+    }
+    inner, options = kinds[config.optimizer]
+
     if not config.parameterization.normalizes_weights:
-        if config.optimizer == "muon":
-            return [torch.optim.Muon(matrices, lr=rate, weight_decay=decay), others(rest)]
-        return [torch.optim.AdamW(matrices, weight_decay=decay, **adam), others(rest)]
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in model.parameters() if id(p) not in chosen]
+        return [inner(matrices, weight_decay=config.decay, **options), others(rest)]
+
     if config.initial_g == "one":
         with torch.no_grad():
             for w in matrices:
                 w.div_(functional.norm(w))
-    length_rate = config.length_learning_rate or LENGTH_RATES[config.optimizer]
-    lengths = partial(torch.optim.AdamW, **{**adam, "lr": length_rate}, weight_decay=0.0)
-    normalize = partial(WeightNormOptimizer, model, where=in_blocks, others=others)
-    if config.optimizer == "hyperball":
-        return [
-            normalize(
-                torch.optim.Adam,
-                **adam,
-                dim=None,
-                train_g=False,
-                retract=True,
-                project=False,
-                normalize_update=True,
-            )
-        ]
-    inner, options = (
-        (torch.optim.Muon, {"lr": rate})
-        if config.optimizer == "muon"
-        else (torch.optim.AdamW, adam)
-    )
-    return [
-        normalize(
-            inner,
-            **options,
-            weight_decay=decay,
-            weight_decay_on="w",
-            lengths=lengths,
-            retract=config.retract,
+    if config.optimizer == "hyperball":  # one norm per matrix, fixed; steps of length lr·‖v‖
+        options |= {"dim": None, "train_g": False, "retract": True}
+        options |= {"project": False, "normalize_update": True}
+    else:
+        options |= {"weight_decay": config.decay, "weight_decay_on": "w"}
+        options |= {"retract": config.retract}
+        options["lengths"] = partial(
+            torch.optim.AdamW, lr=config.length_rate, betas=adam["betas"], weight_decay=0.0
         )
-    ]
+    return [WeightNormOptimizer(model, inner, where=in_blocks, others=others, **options)]
 
 
 def in_blocks(name: str, module: nn.Module) -> bool:
@@ -370,10 +358,10 @@ def windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
     return text[starts[:, None] + torch.arange(context + 1, device=text.device)]
 
 
-def loss_of(network: Any, texts: Tensor, reduction: str) -> Tensor:
-    """Cross-entropy of each byte given those before it, in nats."""
+def nats(network: Any, texts: Tensor) -> Tensor:
+    """Return the cross-entropy of each byte given those before it, summed over all, in nats."""
     logits = network(texts[:, :-1]).float()
-    return F.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten().long(), reduction=reduction)
+    return F.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten().long(), reduction="sum")
 
 
 def held_out(corpus: Corpus, config: Config) -> Tensor:
@@ -387,11 +375,11 @@ def held_out(corpus: Corpus, config: Config) -> Tensor:
 def evaluate(network: Any, texts: Tensor, config: Config, run: Run) -> float:
     """Return bits per byte of held-out texts, computed by all ranks."""
     batches = run.ranks.share(texts).split(config.batch_size)
+    sums = [torch.zeros((), device=run.device)]  # a rank may have no texts
     with autocast(run.device, config.precision):
-        sums = [loss_of(network, batch, "sum") for batch in batches]
-    total = torch.stack(sums).double().sum() if sums else texts.new_zeros((), dtype=torch.float64)
-    nats = run.ranks.sum(total.cpu(), "the loss of held-out text").item()
-    return nats / (len(texts) * config.context) / log(2)
+        sums += [nats(network, batch) for batch in batches]
+    total = run.ranks.sum(torch.stack(sums).cpu().double().sum(), "the loss of held-out text")
+    return total.item() / (len(texts) * config.context) / log(2)
 
 
 @torch.no_grad()
@@ -432,16 +420,10 @@ def record_corpus(corpus: Corpus, run: Run) -> None:
     if run.ranks.first and not path.exists():
         write_json(path, facts)
     run.ranks.gather(None, "the record of the corpus")
-    known = read_json(path)
-    if known != facts and known.get("torch") == facts["torch"]:
+    if (known := read_json(path)) != facts:
         raise ConfigError(
-            f"{run.folder} was started with other files of torch {corpus.version}: SHA-256 "
-            f"{known.get('sha256')}, now {corpus.digest}. Resume it with the same installation, or "
-            "choose another --runs folder"
-        )
-    if known != facts:
-        raise ConfigError(
-            f"{run.folder} was started with the source of torch {known.get('torch')}; this is "
-            f"{corpus.version}, which is another text. Resume it with that version, or choose "
-            "another --runs folder"
+            f"{run.folder} was started with the source of torch {known.get('torch')} (SHA-256 "
+            f"{known.get('sha256')}); this is torch {corpus.version} with another text (SHA-256 "
+            f"{corpus.digest}). Resume it with the same installation, or choose another --runs "
+            "folder"
         )

@@ -1,17 +1,18 @@
 """Training steps of every experiment on a pretended accelerator (tests/pretended_device.py)."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 from pretended_device import DEVICE, failures
 from weightnorm import Parameterization
-from weightnorm.lab import classify, dqn, draw, vae
+from weightnorm.lab import classify, dqn, draw, language, vae
 from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.data.torch_source import Corpus
 from weightnorm.lab.environment import Ranks
 from weightnorm.lab.replay_buffer import Transitions
 from weightnorm.lab.run import Run
@@ -48,27 +49,14 @@ class TwoStepRun(Run):
         raise StepDone
 
 
-@contextmanager
-def replaced(module, **attributes):
-    before = {name: getattr(module, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
-def train_steps(module, config, data):
+def train_steps(module, config, **stubs):
     """Take the first two training steps of an experiment.
 
     Data-dependent initialization, which reads statistics by design, is left out.
     """
-    stubs = {"Run": TwoStepRun, "load": lambda config: data()}
     if hasattr(module, "data_dependent_init"):
         stubs["data_dependent_init"] = lambda *_, **__: None
-    with replaced(module, **stubs), pytest.raises(StepDone):
+    with patch.multiple(module, Run=TwoStepRun, **stubs), pytest.raises(StepDone):
         module.run(config)
 
 
@@ -76,25 +64,32 @@ def images(count, *shape):
     return torch.randint(256, (count, *shape), dtype=torch.uint8)
 
 
-def labelled():
-    labels = torch.randint(10, (60,))
-    return Labelled(torch.randn(60, 3, 32, 32), labels, torch.randn(9, 3, 32, 32), labels[:9], ())
-
-
 def classify_steps(how):
     config = replace(classify.PRESETS["cpu"], parameterization=how, width=0.1, batch_size=20)
-    train_steps(classify, config, labelled)
+    labels = torch.randint(10, (60,))
+    data = Labelled(torch.randn(60, 3, 32, 32), labels, torch.randn(9, 3, 32, 32), labels[:9], ())
+    train_steps(classify, config, load=lambda config: data)
 
 
 def vae_steps(preset, shape, how):
     config = replace(vae.PRESETS[preset], parameterization=how, width=0.2, batch_size=20, latents=4)
-    train_steps(vae, config, lambda: (images(60, *shape), images(9, *shape)))
+    train_steps(vae, config, load=lambda config: (images(60, *shape), images(9, *shape)))
 
 
 def draw_steps(how, attention=True):
     sizes = {"hidden": 6, "latent": 3, "steps": 2, "batch_size": 20, "attention": attention}
     config = replace(draw.PRESETS["cpu"], parameterization=how, **sizes)
-    train_steps(draw, config, lambda: (images(60, 784) % 2, images(9, 784) % 2))
+    train_steps(draw, config, load=lambda config: (images(60, 784) % 2, images(9, 784) % 2))
+
+
+def language_steps(optimizer, how):
+    sizes = {"width": 16, "depth": 1, "heads": 2, "context": 16, "batch_size": 4, "eval_texts": 8}
+    config = replace(
+        language.PRESETS["cpu"], optimizer=optimizer, parameterization=how, steps=3, **sizes
+    )
+    corpus = Corpus(images(99), images(99), "digest", "2.13.0")
+    stubs = {"torch_source": Mock(load=lambda: corpus), "record_corpus": lambda *_: None}
+    train_steps(language, config, **stubs)
 
 
 def dqn_updates(how):
@@ -108,42 +103,35 @@ def dqn_updates(how):
     agent.update_target()
 
 
-def cpu_index():
-    torch.zeros(4, device=DEVICE)[torch.zeros(2, dtype=torch.long)]
-
-
-def mixed_devices():
-    return torch.zeros(4, device=DEVICE) + torch.zeros(4)
-
-
-def boolean_mask():
-    x = torch.zeros(4, device=DEVICE)
-    return x[x > 0]
+def zeros(*shape):
+    return torch.zeros(*shape, device=DEVICE)
 
 
 READS = {
-    "item": lambda: torch.zeros(4, device=DEVICE).sum().item(),
-    "float": lambda: float(torch.zeros((), device=DEVICE)),
-    "bool": lambda: bool(torch.zeros((), device=DEVICE) > 0),
-    "tolist": lambda: torch.zeros(4, device=DEVICE).tolist(),
-    "copy to the CPU": lambda: torch.zeros(4, device=DEVICE).cpu(),
-    "copy into a CPU tensor": lambda: torch.zeros(4).copy_(torch.zeros(4, device=DEVICE)),
-    "CPU index": cpu_index,
-    "mixed devices": mixed_devices,
-    "boolean mask": boolean_mask,
+    "item": lambda: zeros(4).sum().item(),
+    "float": lambda: float(zeros()),
+    "bool": lambda: bool(zeros() > 0),
+    "tolist": lambda: zeros(4).tolist(),
+    "copy to the CPU": lambda: zeros(4).cpu(),
+    "copy into a CPU tensor": lambda: torch.zeros(4).copy_(zeros(4)),
+    "CPU index": lambda: zeros(4)[torch.zeros(2, dtype=torch.long)],
+    "mixed devices": lambda: zeros(4) + torch.zeros(4),
+    "boolean mask": lambda: zeros(4)[zeros(4) > 0],
 }
 STEPS = {
     **{f"classify {how}": partial(classify_steps, how) for how in Parameterization},
-    **{
-        f"vae mnist {how}": partial(vae_steps, "cpu", (1, 28, 28), how)
-        for how in vae.Config.COMPARED
-    },
+    "vae mnist": partial(vae_steps, "cpu", (1, 28, 28), Parameterization.WEIGHT_NORM),
     **{
         f"vae cifar10 {how}": partial(vae_steps, "cpu cifar10", (3, 32, 32), how)
         for how in vae.Config.COMPARED
     },
     **{f"draw {how}": partial(draw_steps, how) for how in draw.Config.COMPARED},
     "draw without attention": partial(draw_steps, Parameterization.WEIGHT_NORM, attention=False),
+    **{
+        f"language {optimizer} {how}": partial(language_steps, optimizer, how)
+        for optimizer in ("adamw", "muon")
+        for how in language.Config.COMPARED
+    },
     **{f"dqn {how}": partial(dqn_updates, how) for how in dqn.Config.COMPARED},
 }
 CASES = STEPS | READS

@@ -19,7 +19,7 @@ LAYERS = [
     "_in_place", "_unit_passes", "optimizer_state", "optimizer", "diagnostics",
     "lab.errors", "lab.files", "lab.data", "lab.records", "lab.config",
     "lab.environment", "lab.progress", "lab.runs", "lab.run", "lab.atari", "lab.replay_buffer",
-    "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language", "lab.sweeps",
+    "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language", "lab.sweeps", "lab.sweep",
     "lab.statistics", "lab.interleaved", "lab.pool", "lab.claims",
     "lab.bench", "lab.reports", "lab.bench_output", "lab.cli",
 ]  # fmt: skip

@@ -18,11 +18,11 @@ from commands import HANGS, environment, started
 from commands import weightnorm as command
 from files.checkpoint_files import SHARDED, save, state_of
 from weightnorm.lab import classify, cli
+from weightnorm.lab import sweep as sweeps
 from weightnorm.lab.cli import COMMANDS, EXPERIMENTS, experiment, main, parse_config
 from weightnorm.lab.config import scientific_fields
 from weightnorm.lab.files import lock_folder
 from weightnorm.lab.records import RunRecord, append_row, write_json
-from weightnorm.lab.sweeps import grid
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 MODULES = [experiment(name) for name in EXPERIMENTS]
@@ -191,11 +191,11 @@ def test_dry_run_prints_the_commands_that_are_left(tmp_path, capsys):
 
 
 def plan(runs):
-    jobs = grid.Grid("classify", classify.PRESETS["demo"], seeds=(1, 2)).plan()
+    jobs = sweeps.Grid("classify", classify.PRESETS["demo"], seeds=(1, 2)).plan()
     for job in jobs:
         (runs / job.folder.relative_to("runs")).mkdir(parents=True, exist_ok=True)
     base = classify.PRESETS["demo"]
-    return grid.Grid("classify", type(base)(**{**vars(base), "runs": runs}), seeds=(1, 2)).plan()
+    return sweeps.Grid("classify", type(base)(**{**vars(base), "runs": runs}), seeds=(1, 2)).plan()
 
 
 def test_status(tmp_path, capsys):
@@ -408,7 +408,7 @@ def stubs(tmp_path_factory):
         monkeypatch.chdir(tmp_path_factory.mktemp("fuzz"))
         for module in MODULES:
             monkeypatch.setattr(module, "run", stub(module))
-        monkeypatch.setattr(grid, "execute", lambda left, *_: left.clear() or [])
+        monkeypatch.setattr(sweeps, "execute", lambda left, *_: left.clear() or [])
         yield
 
 

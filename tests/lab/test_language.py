@@ -14,7 +14,7 @@ from weightnorm.lab.environment import Ranks
 from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.language import PRESETS, Config, Transformer, rotate, rotations
 from weightnorm.lab.records import load_record
-from weightnorm.lab.sweeps.grid import Grid
+from weightnorm.lab.sweep import Grid
 
 LINES = b"def f(x):\n    return x + 1\n\nclass A:\n    pass\n\nfor i in range(10):\n    print(i)\n"
 TINY = replace(

@@ -15,7 +15,7 @@ from weightnorm.lab.config import folder
 from weightnorm.lab.data import cifar10
 from weightnorm.lab.data.labelled import Labelled
 from weightnorm.lab.environment import Ranks
-from weightnorm.lab.sweeps.grid import flags
+from weightnorm.lab.sweep import flags
 from weightnorm.lab.vae import ElboTerms
 
 DEMO = vae.PRESETS["demo"]

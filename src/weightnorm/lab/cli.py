@@ -30,7 +30,7 @@ from weightnorm.lab.errors import Interrupted, LabError, UsageError, nearest
 
 if TYPE_CHECKING:
     from weightnorm.lab.records import RunRecord
-    from weightnorm.lab.sweeps.grid import Grid
+    from weightnorm.lab.sweep import Grid
 
 EXPERIMENTS = ("classify", "vae", "draw", "dqn", "language")
 SLOWER = 3
@@ -89,7 +89,7 @@ class SweepOptions:
 
 def sweep(words: list[str]) -> int:
     """Run a grid: parameterizations × learning rates × seeds."""
-    from weightnorm.lab.sweeps.grid import Grid
+    from weightnorm.lab.sweep import Grid
 
     module, rest = split_experiment("sweep", words)
     name, axes = f"sweep {module.NAME}", getattr(module, "AXES", {})
@@ -115,19 +115,19 @@ def sweep(words: list[str]) -> int:
 
 def run_sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
     """Run a grid and print its results; returns the exit code."""
-    from weightnorm.lab.sweeps import grid as sweeps
+    from weightnorm.lab.sweep import sweep
     from weightnorm.lab.sweeps.summary import render
 
     module = experiment(grid.experiment)
     if options.dry_run:
         jobs = grid.plan(("weightnorm", "run"))
-        left = [job for job in jobs if not sweeps.job_record(job).finished]
+        left = [job for job in jobs if not job.record().finished]
         for job in left:
             say(shlex.join(job.words))
         print(f"{len(jobs)} runs, {len(jobs) - len(left)} of them finished", file=sys.stderr)
         return 0
     metric = options.metric or module.METRIC
-    result = sweeps.sweep(
+    result = sweep(
         grid,
         jobs=options.jobs,
         cluster=options.cluster,
@@ -150,7 +150,7 @@ def demo(out: Path = Path("out"), seeds: tuple[int, ...] = (1, 2, 3)) -> int:
         seeds: seeds.
     """
     from weightnorm.lab.reports import epochs_comparison, read
-    from weightnorm.lab.sweeps.grid import Grid
+    from weightnorm.lab.sweep import Grid
 
     base = replace(experiment("classify").PRESETS["demo"], runs=out / "runs")
     grid = Grid("classify", base, seeds=seeds)

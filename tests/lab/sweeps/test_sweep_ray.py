@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from commands import HANGS, free_port, wait_for
-from lab.sweeps.test_sweep import StubRuns, gone, grid, run_sweep, signal_when
+from lab.sweeps.test_sweep import gone, grid, run_sweep, signal_when
+from stub_runs import StubRuns
+from weightnorm.lab import sweep as sweeps
 from weightnorm.lab.errors import RunError
-from weightnorm.lab.sweeps import executors
-from weightnorm.lab.sweeps.grid import sweep
+from weightnorm.lab.sweep import sweep
 
 ray = pytest.importorskip("ray")
 pytestmark = [
@@ -155,4 +156,4 @@ def test_connection_failure_is_an_error(monkeypatch):
 
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(RunError, match=r"cannot join the Ray cluster at auto: not Ray.*ray start"):
-        executors.RayExecutor("auto", 1)
+        sweeps.RayExecutor("auto", 1)

@@ -1,7 +1,6 @@
-"""Deployment of trained models: ONNX with and without folding, int8 after folding, adapters."""
+"""Deployment of trained models: ONNX with and without folding, int8 after folding."""
 
 import copy
-from collections import OrderedDict
 
 import onnxruntime
 import pytest
@@ -46,7 +45,7 @@ CASES = {
 }
 
 
-NORM = {"Sqrt", "Reciprocal", "Where"}
+NORM = {"Sqrt", "Where"}
 """Operations of w = g·v/‖v‖ that none of the plain layers contains."""
 
 
@@ -183,36 +182,3 @@ def test_int8_after_folding(quantized, make, shape, refusal):
 def test_quantizers_refuse_without_folding(quantized, make, shape, refusal):
     with pytest.raises((AssertionError, TypeError), match=refusal):
         quantized(normalized(make))
-
-
-def adapted(model):
-    """Add adapters that change the output."""
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-    config = peft.LoraConfig(target_modules=["first", "last"], r=2, init_lora_weights=False)
-    return peft.get_peft_model(model, config).eval()
-
-
-def two_layers():
-    layers = {"first": nn.Linear(8, 8), "activation": nn.ReLU(), "last": nn.Linear(8, 4)}
-    return nn.Sequential(OrderedDict(layers))
-
-
-@torch.no_grad()
-def test_peft_adapters_are_merged_after_removing_weight_norm():
-    x = torch.randn(3, 8)
-    model = adapted(normalized(two_layers))
-    expected = model(x)
-    assert len(remove_weight_norm(model)) == 2
-    merged = model.merge_and_unload()
-    assert type(merged.first) is nn.Linear
-    torch.testing.assert_close(merged(x), expected)
-
-
-@torch.no_grad()
-def test_peft_adapters_are_lost_if_merged_into_normalized_layers():
-    """peft writes to ``weight.data``. If this fails, remove the warning in docs/deployment.md."""
-    model, x = normalized(two_layers), torch.randn(3, 8)
-    without = model(x)
-    model = adapted(model)
-    assert not torch.allclose(model(x), without)
-    torch.testing.assert_close(model.merge_and_unload()(x), without)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from frameworks import IGNORED_WARNINGS, need
+from weightnorm import normalized_weights
 from weightnorm.lab.cli import main
 from weightnorm.lab.reports import outdated
 
@@ -24,7 +25,7 @@ def test_readme_code_runs(capsys):
     scope = {}
     for block in blocks("README.md"):
         exec(compile(block, "README.md", "exec"), scope)
-    assert scope["names"] == ["0.weight", "2.weight", "5.weight"]
+    assert list(normalized_weights(scope["model"])) == ["0.weight", "2.weight", "5.weight"]
     assert "ConvTranspose2d" in capsys.readouterr().out
 
 

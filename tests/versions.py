@@ -22,7 +22,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -65,7 +65,9 @@ ENVIRONMENTS = (
 TESTS = ("tests", "src/weightnorm")
 NOT_TESTED = (
     "tests/lab",
+    "tests/files",
     "src/weightnorm/lab",
+    "src/weightnorm/files",
     "src/weightnorm/__main__.py",
     # Needs the packages of the extra `frameworks`, which depend on many versions of others.
     "tests/test_frameworks.py",
@@ -76,24 +78,23 @@ NOT_TESTED = (
     "tests/test_versions.py",
 )
 
+PYTEST = (
+    *TESTS,
+    *(f"--ignore={path}" for path in NOT_TESTED),
+    "--numprocesses=1",
+    "--quiet",
+    "-p",
+    "no:cacheprovider",
+    # Packages are installed without bytecode, so that importing one compiles it.
+    "-W=ignore:invalid escape sequence",
+    "--override-ini=junit_family=xunit1",  # with the file of each test
+)
+
+MODULE_FORM = "Module form: `weight_norm`, `folded`, `parts`, `init_`"
+"""The feature of all files that FEATURES does not name."""
 FEATURES = {
     # Feature: its tests, as paths or beginnings of paths.
-    "Module form: `weight_norm`, `folded`, `parts`, `init_`": (
-        "tests/test_arguments.py",
-        "tests/test_folding.py",
-        "tests/test_functional.py",
-        "tests/test_kernels.py",
-        "tests/test_meta.py",
-        "tests/test_paper_identities.py",
-        "tests/test_parameterizations.py",
-        "tests/test_parametrization.py",
-        "tests/test_pretended_device.py",
-        "tests/test_public_api.py",
-        "tests/test_reparam.py",
-        "tests/test_torch_private.py",
-        "tests/conformance/",
-        "src/",
-    ),
+    MODULE_FORM: (),
     "Data-dependent and data-free initialization": (
         "tests/test_data_init.py",
         "tests/test_robust_init.py",
@@ -104,7 +105,6 @@ FEATURES = {
         "tests/test_optimizer.py",
         "tests/test_optimizer_inner.py",
     ),
-    "Batched weights": ("tests/test_batching.py",),
     "`torch.compile`, `torch.export`, tracing": ("tests/test_compilers.py",),
     "ONNX, int8, adapters": ("tests/test_deployment.py", "tests/test_differences.py"),
     "DDP, FSDP2, tensor parallelism": (
@@ -113,9 +113,15 @@ FEATURES = {
         "tests/test_optimizer_clusters.py",
         "tests/test_ranks_agree.py",
     ),
-    "Checkpoints": ("tests/test_checkpoints.py",),
+    "Checkpoints": ("tests/test_checkpoints.py", "tests/test_state_dicts.py"),
     "Diagnostics": ("tests/diagnostics/",),
 }
+
+
+def feature_of(file: str) -> str:
+    """Return the feature that a test file belongs to."""
+    named = (f for f, beginnings in FEATURES.items() if file.startswith(beginnings))
+    return next(named, MODULE_FORM)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,16 +138,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"test only these environments; all: {', '.join(names)}",
     )
     parser.add_argument("--again", action="store_true", help="test again where a record exists")
-    parser.add_argument(
-        "--tests",
-        nargs="+",
-        metavar="FILE",
-        help="test only these files again, and replace their results in the record",
-    )
-    parser.add_argument(
-        "--without", nargs="+", default=[], metavar="PATH", help="leave out these test files"
-    )
-    parser.add_argument("--keep", action="store_true", help="keep the virtual environments")
     parser.add_argument("--matrix", action="store_true", help="print the environments as JSON")
     parser.add_argument("--table", action="store_true", help="write the table and test nothing")
     args = parser.parse_args(arguments)
@@ -149,45 +145,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps([{"name": e.name, "python": e.python} for e in ENVIRONMENTS]))
         return 0
     chosen = [e for e in ENVIRONMENTS if args.only is None or e.name in args.only]
-    succeeded = args.table or all([*run_all(chosen, args)])
+    succeeded = args.table or all([*run_all(chosen, args.again)])
     write_table(PAGE, table(read_records(RECORDS)))
     return 0 if succeeded else 1
 
 
-def run_all(chosen: Sequence[Environment], args: argparse.Namespace) -> Iterator[bool]:
+def run_all(chosen: Sequence[Environment], again: bool) -> Iterator[bool]:
     """Test one environment after the other; yield whether all of its tests passed."""
     for i, environment in enumerate(chosen, 1):
         title = f"[{i}/{len(chosen)}] torch {environment.torch}, Python {environment.python}"
         path = RECORDS / f"{environment.name}.json"
-        old = json.loads(path.read_text()) if path.exists() else None
-        if args.tests and old is None:
-            print(f"{title}: skipped, no record whose results could be replaced")
-            continue
-        if old and not (args.again or args.tests):
-            record = old
-            print(f"{title}: tested on {record['date']}, {summary(record)}; --again repeats it")
-            yield not failed(record)
+        if path.exists() and not again:
+            record = json.loads(path.read_text())
+            print(f"{title}: tested on {record['date']}, {cell(total(record))}; --again repeats it")
+            yield not record["failures"]
             continue
         interpreter = find_interpreter(environment.python)
         if interpreter is None:
             print(f"{title}: skipped, no python{environment.python} on PATH or in pyenv")
             continue
         try:
-            record = run(environment, interpreter, title, args.without, args.tests or TESTS)
-            if old and args.tests:
-                record = replace_results(old, record)
-            if not args.keep:
-                shutil.rmtree(BUILD / environment.name, ignore_errors=True)
+            record = run(environment, interpreter, title)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             print(f"{title}: not tested: {error}", flush=True)
             yield False
             continue
+        shutil.rmtree(BUILD / environment.name, ignore_errors=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        print(f"{title}: {summary(record)} in {record['seconds']:.0f} s", flush=True)
+        print(f"{title}: {cell(total(record))} in {record['seconds']:.0f} s", flush=True)
         for test, reason in record["failures"].items():
             print(f"    {test}: {reason}")
-        yield not failed(record)
+        yield not record["failures"]
 
 
 def find_interpreter(version: str) -> Path | None:
@@ -206,13 +195,7 @@ def _version(interpreter: Path) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def run(
-    environment: Environment,
-    interpreter: Path,
-    title: str,
-    without: Sequence[str] = (),
-    tests: Sequence[str] = TESTS,
-) -> Record:
+def run(environment: Environment, interpreter: Path, title: str) -> Record:
     """Install and test one environment; return its record. A finished installation is reused."""
     folder, log = BUILD / environment.name, BUILD / f"{environment.name}.log"
     python, results = folder / "bin" / "python", BUILD / f"{environment.name}.xml"
@@ -229,9 +212,7 @@ def run(
             (folder / "installed").touch()
         print(f"{title}: testing; log: {log}", flush=True)
         start = time.monotonic()
-        _call(
-            [python, "-m", "pytest", *pytest_options(results, without, tests)], output, check=False
-        )
+        _call([python, "-m", "pytest", *PYTEST, f"--junitxml={results}"], output, check=False)
     if not results.exists():
         raise RuntimeError(f"pytest ended without results, see {log}")
     return {
@@ -239,27 +220,9 @@ def run(
         "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": _output(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]),
         "seconds": round(time.monotonic() - start),
-        "without": [*without],
+        "without": [],
         **parse(results.read_text()),
     }
-
-
-def pytest_options(
-    results: Path, without: Sequence[str], tests: Sequence[str] = TESTS
-) -> list[str]:
-    """Return the options of pytest for the library's tests; it writes its results as JUnit XML."""
-    return [
-        *tests,
-        *(f"--ignore={path}" for path in (*NOT_TESTED, *without)),
-        "--numprocesses=1",
-        "--quiet",
-        "-p",
-        "no:cacheprovider",
-        # Packages are installed without bytecode, so that importing one compiles it.
-        "-W=ignore:invalid escape sequence",
-        "--override-ini=junit_family=xunit1",  # with the file of each test
-        f"--junitxml={results}",
-    ]
 
 
 def _call(command: Sequence[str | Path], output: Any, *, check: bool = True) -> None:
@@ -327,34 +290,13 @@ def parse(xml: str) -> Record:
     }
 
 
-def replace_results(old: Record, new: Record) -> Record:
-    """Return the old record with the new one's results of those test files that it has."""
-    kept = {k: v for k, v in old["failures"].items() if k.partition("::")[0] not in new["files"]}
-    return {
-        **old,
-        "files": {**old["files"], **new["files"]},
-        "failures": {**kept, **new["failures"]},
-        "later": {**old.get("later", {}), **dict.fromkeys(new["files"], new["commit"])},
-    }
-
-
-def total(record: Record, prefixes: Iterable[str] = ("",)) -> Counter[str]:
-    """Sum the counts of the test files whose path begins with one of these."""
+def total(record: Record, feature: str | None = None) -> Counter[str]:
+    """Sum the counts of the test files of a feature, or of all."""
     counts: Counter[str] = Counter()
     for file, of_file in record["files"].items():
-        if file.startswith(tuple(prefixes)):
+        if feature in (None, feature_of(file)):
             counts.update(of_file)
     return counts
-
-
-def failed(record: Record) -> bool:
-    """Whether a test failed."""
-    return total(record)["failed"] > 0
-
-
-def summary(record: Record) -> str:
-    """Return the counts in words, failures first."""
-    return cell(total(record)).replace("**", "")
 
 
 def cell(counts: Mapping[str, int]) -> str:
@@ -377,33 +319,27 @@ def table(records: Mapping[Environment, Record]) -> str:
     """Format the records as Markdown: features × environments, failures and reasons of skips."""
     heads = [f"torch {e.torch}<br>Python {e.python}" for e in records]
     lines = [_row("", *heads), "|---" * (1 + len(heads)) + "|"]
-    for feature, prefixes in FEATURES.items():
-        cells = [cell(total(record, prefixes)) or "not tested" for record in records.values()]
+    for feature in FEATURES:
+        cells = [cell(total(record, feature)) or "not tested" for record in records.values()]
         lines.append(_row(feature, *cells))
     lines.append(_row("tested on", *(record["date"] for record in records.values())))
-    lines += _listed("Failed", records, "failures", _failure)
-    lines += _listed("Skipped", records, "skips", lambda reason, _: reason)
-    left_out = {e: {"left out": dict.fromkeys(r["without"], "")} for e, r in records.items()}
-    lines += _listed("Not run", left_out, "left out", lambda path, _: f"`{path}`")
+    lines += _listed("Failed", records, "failures")
+    lines += _listed("Skipped", records, "skips")
     return "\n".join(lines)
 
 
-def _listed(title: str, records: Mapping[Environment, Record], key: str, text: Any) -> list[str]:
+def _listed(title: str, records: Mapping[Environment, Record], key: str) -> list[str]:
     """List failures or reasons of skips, each with the environments where it occurs."""
     where: dict[str, list[str]] = {}
     for environment, record in records.items():
         for name, detail in record[key].items():
-            place = f"{environment.torch} on {environment.python}"
-            where.setdefault(text(name, detail), []).append(place)
+            text = f"`{name.replace('|', ' ')}`: {detail}" if key == "failures" else name
+            where.setdefault(text, []).append(f"{environment.torch} on {environment.python}")
     found = [
-        f"- {reason} ({'everywhere' if len(places) == len(records) else ', '.join(places)})"
-        for reason, places in where.items()
+        f"- {text} ({'everywhere' if len(places) == len(records) else ', '.join(places)})"
+        for text, places in where.items()
     ]
     return ["", f"{title}:", "", *found] if found else []
-
-
-def _failure(test: str, message: str) -> str:
-    return f"`{test.replace('|', ' ')}`: {message}"
 
 
 def _row(*cells: str) -> str:

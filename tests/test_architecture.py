@@ -20,8 +20,8 @@ LAYERS = [
     "lab.errors", "lab.files", "lab.data", "lab.records", "lab.config",
     "lab.environment", "lab.progress", "lab.runs", "lab.run", "lab.atari", "lab.replay_buffer",
     "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language", "lab.sweeps", "lab.sweep",
-    "lab.statistics", "lab.interleaved", "lab.pool", "lab.claims",
-    "lab.bench", "lab.reports", "lab.bench_output", "lab.cli",
+    "lab.statistics", "lab.interleaved", "lab.pool", "lab.bench", "lab.claims", "lab.reports",
+    "lab.bench_output", "lab.cli",
 ]  # fmt: skip
 OUTSIDE = {
     "library": {"torch"},

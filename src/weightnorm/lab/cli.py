@@ -206,7 +206,6 @@ def _progress(record: RunRecord) -> tuple[str, str, str]:
 
 def claims(
     quick: bool = False,
-    long: bool = False,
     only: tuple[int, ...] = (),
     seeds: tuple[int, ...] = (),
     jobs: int | None = None,
@@ -218,36 +217,34 @@ def claims(
     """Measure the paper's claims, or resume measuring.
 
     Args:
-        quick: embedded digits, under two minutes; else CIFAR-10, 40 minutes on one core.
-        long: claim 6, the range of learning rates, over ten epochs of MNIST, about an hour on two
-            cores. It has a record of its own.
+        quick: embedded digits and small networks, a few minutes; else CIFAR-10 and MNIST, hours on
+            two cores.
         only: numbers of the claims to measure; by default all.
-        seeds: seeds of each empirical claim; by default 1 to 5, or to 3 with --quick or --long.
+        seeds: seeds of the empirical claims; by default those of the record, or else 11 to 15, and
+            1 to 3 with --quick.
         jobs: worker processes, of one thread each; by default one per core, or one if quick.
         out: folder to which the record is written.
-        records: folder of the experiments' records, for claims 18 and 20; by default that of --out.
+        records: folder of the experiments' and benchmarks' records, for claims 16, 18, 20, 22 and
+            24; by default that of --out.
         data_dir: folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache.
         list: list the claims and stop.
     """
-    from weightnorm.lab.claims import runner
-    from weightnorm.lab.claims.claim import CLAIMS, LONG_CLAIMS
-    from weightnorm.lab.claims.context import Context
+    from weightnorm.lab.claims.runner import describe, listing, measure
 
     if list:
-        for number, claim in (LONG_CLAIMS if long else CLAIMS).items():
-            text = f"{number:2}  {claim.statement} (section {claim.section})"
-            say(textwrap.fill(text, 80, subsequent_indent="    "))
+        say(listing())
         return
-    context = Context(
+    folder = measure(
         quick=quick,
-        long=long,
+        only=only,
         seeds=seeds,
-        data_dir=data_dir,
+        jobs=jobs,
         runs=out,
-        experiment_records=records,
+        records=records,
+        data_dir=data_dir,
+        console=console(stderr=True),
+        on_claim=lambda rows: say(describe(rows)),
     )
-    folder = runner.measure(context, only, console(stderr=True), jobs)
-    console().print(runner.table(folder))
     say(f"record: {folder}; weightnorm report {out} shows its figures")
 
 

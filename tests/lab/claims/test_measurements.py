@@ -4,64 +4,54 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 from weightnorm import parts, weight_norm
-from weightnorm.lab.claims import cost, covariance, noise, norm_growth, reinforcement
-from weightnorm.lab.claims.context import WRAPS, Context, downsampled
-from weightnorm.lab.claims.runner import latest_rows, measure
+from weightnorm.lab.claims import covariance, identities, noise, norm_growth, q_learning
+from weightnorm.lab.claims.claim import Context
+from weightnorm.lab.claims.problem import WRAPS, Problem, downsampled
 from weightnorm.lab.errors import RunError
 from weightnorm.lab.replay_buffer import Transitions
 
-CONTEXT = Context(quick=True, seeds=(1,))
+CONTEXT, PROBLEM = Context(), Problem("digits")
 
 
 @pytest.mark.parametrize("how", WRAPS)
 def test_networks_of_one_seed_are_the_same_function(how):
-    images = CONTEXT.init_images(1)
+    images = PROBLEM.init_images(1)
     with torch.no_grad():
-        out, reference = (CONTEXT.network(name, 1)(images) for name in (how, "standard"))
+        out, reference = (PROBLEM.network(name, 1)(images) for name in (how, "standard"))
     torch.testing.assert_close(out, reference, atol=1e-4, rtol=1e-4)
 
 
 def test_training_learns_and_is_deterministic():
     runs = []
     for _ in range(2):
-        model = CONTEXT.network("weight-norm", 3)
+        model = PROBLEM.network("weight-norm", 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        runs.append(CONTEXT.train(model, optimizer, steps=40, batch=64, seed=3))
+        runs.append(PROBLEM.train(model, optimizer, steps=40, batch=64, seed=3))
     assert runs[0] == runs[1]
     assert runs[0][-1] < runs[0][0] / 2
 
 
 def test_divergence_ends_training():
-    model = CONTEXT.network("standard", 1)
+    model = PROBLEM.network("standard", 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
-    losses = CONTEXT.train(model, optimizer, steps=50, batch=16, seed=1, may_diverge=True)
+    losses = PROBLEM.train(model, optimizer, steps=50, batch=16, seed=1, may_diverge=True)
     assert len(losses) < 50
 
 
 def test_unexpected_divergence_is_an_error():
-    model = CONTEXT.network("standard", 1)
+    model = PROBLEM.network("standard", 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
     with pytest.raises(RunError, match="diverged at step"):
-        CONTEXT.train(model, optimizer, steps=50, batch=16, seed=1)
-
-
-def test_a_failed_claim_does_not_stop_the_others(monkeypatch, tmp_path):
-    monkeypatch.setitem(norm_growth.QUICK_RATES, "gradient descent", 1e30)
-    context = Context(quick=True, seeds=(1, 2), runs=tmp_path)
-    with pytest.raises(RunError, match=r"claim 5: .* diverged at step .* The others are in"):
-        measure(context, only=(2, 5, 10), console=Console(quiet=True))
-    assert list(latest_rows(tmp_path / "claims" / "quick")) == [2, 10]
+        PROBLEM.train(model, optimizer, steps=50, batch=16, seed=1)
 
 
 def test_downsampling_averages_pixels():
     image = torch.tensor([[0, 2, 10, 20], [4, 6, 30, 41]], dtype=torch.uint8).expand(3, 3, 2, 4)
-    small = downsampled(image, 2)
+    small = downsampled(image)
     assert small.dtype == torch.uint8
     assert small[0, 0].tolist() == [[3, 25]]
-    assert downsampled(image, 1) is image
 
 
 def test_growth_formula_is_exact_only_with_gradient_descent():
@@ -100,9 +90,9 @@ def test_alignment_with_a_planted_direction():
     w = torch.randn(5, 20, dtype=torch.float64)
     planted = w[:, :, None] * w[:, None, :] + 0.01 * torch.eye(20)
     row = covariance.layer_row(planted, w, generator(), spectra=True)
-    for key in ("cosine", "cosine_dominant", "near", "rayleigh"):
+    for key in ("cosine_dominant", "near", "rayleigh"):
         assert row[key] == pytest.approx(1, abs=1e-6)
-    assert row["cosine_random"] < 0.6
+    assert row["cosine_dominant_random"] < 0.8
     assert row["closer"] == pytest.approx(1)  # what is left is a multiple of the identity
     assert row["closer_random"] < 0.2
     even = covariance.layer_row(
@@ -121,8 +111,8 @@ def test_near_means_one_of_the_top_eigenvectors():
 def test_units_without_gradient_are_ignored():
     w = torch.randn(2, 4, dtype=torch.float64)
     c = torch.stack([torch.eye(4).double(), torch.zeros(4, 4).double()])
-    assert covariance.layer_row(c, w, generator(), False) == covariance.layer_row(
-        c[:1], w[:1], generator(), False
+    assert covariance.layer_row(c, w, generator(), spectra=False) == covariance.layer_row(
+        c[:1], w[:1], generator(), spectra=False
     )
 
 
@@ -143,21 +133,15 @@ def test_a_histogram_is_a_density():
 
 
 def test_bytes_saved_for_the_backward_pass():
-    saved = [cost.saved_bytes(CONTEXT, CONTEXT.network("standard", 1), n) for n in (50, 100)]
+    saved = [identities.saved_bytes(PROBLEM, PROBLEM.network("standard", 1), n) for n in (50, 100)]
     per_example = (saved[1] - saved[0]) / 50
     # input, three hidden layers before and after the ReLU, log-softmax, at 4 bytes
     assert per_example == pytest.approx(4 * (64 + 6 * 48 + 10), rel=0.2)
 
 
-def test_activations_of_every_layer():
-    model = CONTEXT.network("weight-norm", 1)
-    found = noise.activations(model, CONTEXT.data.train[:7])
-    assert [tuple(t.shape) for t in found] == [(7, 48)] * 3 + [(7, 10)]
-
-
 def test_random_play_fills_the_replay_buffer(tmp_path):
     torch.manual_seed(1)
-    replay = reinforcement.random_play(tmp_path / "replay", 30)
+    replay = q_learning.random_play(tmp_path / "replay", 30)
     assert replay.steps == 30
     assert replay.sample(8).states.shape == (8, 4, 84, 84)
     assert set(replay.rewards.tolist()) <= {0.0, 1.0}
@@ -170,5 +154,5 @@ def test_unexplained_variance():
     config = SimpleNamespace(discount=1)
     agent = SimpleNamespace(target=lambda x: torch.ones(len(x), 2), config=config)
     right = torch.tensor([[1.0, 9.0], [9.0, 0.0], [0.0, 9.0]])
-    assert reinforcement.unexplained(agent, unseen, right) == 0
-    assert reinforcement.unexplained(agent, unseen, right + 10) == pytest.approx(100 / (2 / 9))
+    assert q_learning.unexplained(agent, unseen, right) == 0
+    assert q_learning.unexplained(agent, unseen, right + 10) == pytest.approx(100 / (2 / 9))

@@ -1,112 +1,108 @@
-"""Claims 16 and 17: cost in time and memory (sections 5.1 and 2)."""
+"""Claims 16 and 22: cost in time, read from the benchmark's record (sections 4 and 5.1)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from weightnorm.lab.claims.claim import (
-    FAILS,
-    HOLDS,
-    NOT_SHOWN,
-    QUALITATIVELY,
-    Measured,
-    Verdict,
-    claim,
+from weightnorm.lab.bench import convnet
+from weightnorm.lab.bench.benchmark import Limit, estimate, extra_at_most, load, ratio_interval
+from weightnorm.lab.bench.layers import (
+    ALONE,
+    BATCH_NORM,
+    FIRST_LAYERS,
+    LAYOUTS,
+    MEAN_ONLY,
+    mean_only_case_name,
 )
-from weightnorm.lab.claims.context import Context
-from weightnorm.lab.interleaved import interleaved
-from weightnorm.lab.statistics import Interval, mean_interval
+from weightnorm.lab.bench.peers import OURS, PLAIN
+from weightnorm.lab.claims.claim import (
+    NOT_MEASURED,
+    Context,
+    Outcome,
+    Statement,
+    above,
+    below,
+    claim,
+    weakest,
+)
+from weightnorm.lab.statistics import Interval
 
-PARAMETERIZATIONS = ("standard", "weight-norm", "batch-norm")
-NOT_NOTICEABLE = 1.05
-
-
-@claim(
-    16, "5.1", "A step is 16 % slower with batch norm, and not noticeably with weight norm",
-    paper="1.16 and about 1",
-    measured="step time relative to standard, interleaved; full: the paper's network and batch, on "
-    "this machine",
-)  # fmt: skip
-def step_time(context: Context) -> Measured:
-    context = context.at_full_size
-    rounds, shortest = (8, 0.02) if context.quick else (20, 0.0)
-    steps = {how: _training_step(context, how) for how in PARAMETERIZATIONS}
-    seconds = interleaved(steps, rounds, shortest=shortest, on_round=context.parts.progress)
-    ratios = {
-        how: mean_interval([a / b for a, b in zip(seconds[how], seconds["standard"], strict=True)])
-        for how in PARAMETERIZATIONS[1:]
-    }
-    text = ", ".join(f"{how} {ratio}" for how, ratio in ratios.items())
-    value = f"{text}; standard {1000 * median(seconds['standard']):.3g} ms"
-    verdict = time_verdict(ratios["weight-norm"], ratios["batch-norm"])
-    return Measured(value, verdict, rounds, {"ratios": ratios, "seconds": seconds})
+NOTICEABLE = 1.05
+"""Time relative to standard from which a difference is noticeable."""
+RECORD = "the step of ConvPool-CNN-C at the paper's size, from the record of `weightnorm bench`"
 
 
-def _training_step(context: Context, how: str) -> Callable[[], None]:
-    model = context.network(how, context.seeds[0], noise=True, width=1.0)
-    optimizer = torch.optim.Adam(model.parameters())
-    rows = torch.arange(100)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        context.loss(model, rows).backward()
-        optimizer.step()
-
-    return step
-
-
-def time_verdict(weight_norm: Interval, batch_norm: Interval) -> Verdict:
-    """Holds if weight norm's interval lies below 1.05 and batch norm's above; qualitatively if it
-    lies below batch norm's; does not hold if it lies above 1.05, or batch norm's below."""
-    if weight_norm.high <= NOT_NOTICEABLE < batch_norm.low:
-        return HOLDS
-    if weight_norm.high < batch_norm.low:
-        return QUALITATIVELY
-    excluded = weight_norm.low > NOT_NOTICEABLE or batch_norm.high <= NOT_NOTICEABLE
-    return FAILS if excluded else NOT_SHOWN
+def case_of(context: Context, benchmark: str, case: str) -> dict[str, Any] | None:
+    """Return a case of the benchmark's record; None if there is none."""
+    path = context.records / "bench" / "result.json"
+    if not path.exists():
+        return None
+    for each in load(path)["benchmarks"]:
+        for found in each["cases"]:
+            if (each["name"], found["case"]) == (benchmark, case):
+                return found  # type: ignore[no-any-return]
+    return None
 
 
 @claim(
-    17, "2", "Weight norm keeps no additional activations",
-    paper="no additional memory per example",
-    measured="bytes saved for the backward pass beyond standard, at 50 and at 100 examples",
-)  # fmt: skip
-def memory(context: Context) -> Measured:
-    saved = {}
-    for batch in (50, 100):
-        for how in PARAMETERIZATIONS:
-            saved[how, batch] = saved_bytes(context, context.network(how, context.seeds[0]), batch)
-    extra = {
-        how: [saved[how, batch] - saved["standard", batch] for batch in (50, 100)]
-        for how in PARAMETERIZATIONS[1:]
+    16,
+    "5.1",
+    Statement(
+        "A step is slower with batch norm",
+        "16 % slower, on a GPU",
+        f"{RECORD}: relative to standard above {NOTICEABLE}",
+    ),
+    Statement(
+        "…and not noticeably slower with weight norm",
+        "not noticeably",
+        f"the same record: below {NOTICEABLE}",
+    ),
+    records=True,
+)
+def step_time(context: Context) -> list[Outcome]:
+    case = case_of(context, "step", f"batch of {convnet.BATCH}")
+    if case is None:
+        return [Outcome("no record of the benchmark", NOT_MEASURED, 0)] * 2
+    samples, n = case["samples"], case["rounds"]
+    batch_norm = ratio_interval(samples, convnet.BATCH_NORM, PLAIN)
+    weight_norm = ratio_interval(samples, OURS, PLAIN)
+    return [
+        Outcome(str(batch_norm), above(batch_norm, NOTICEABLE), n),
+        Outcome(str(weight_norm), below(weight_norm, NOTICEABLE), n),
+    ]
+
+
+@claim(
+    22,
+    "4",
+    Statement(
+        "Mean-only batch norm costs less than batch norm",
+        "lower overhead",
+        "a 3×3 convolution of 96 channels and 100 images, forward and backward, from the record of "
+        "`weightnorm bench`: its extra time relative to that of batch norm below 1, in both memory "
+        "layouts. Whole steps beside it",
+    ),
+    records=True,
+)
+def mean_only_cost(context: Context) -> list[Outcome]:
+    cases = {
+        layout: case_of(context, "mean-only", mean_only_case_name(layout, FIRST_LAYERS))
+        for layout in LAYOUTS
     }
-    standard = context.network("standard", 1)
-    weights = sum(p.numel() * p.element_size() for p in standard.parameters())
-    text = ", ".join(f"{how} {a:,} and {b:,}" for how, (a, b) in extra.items())
-    value = f"{text}; the weights are {weights:,}"
-    return Measured(value, memory_verdict(extra["weight-norm"], weights), 2, {**extra})
+    found = {layout: case["samples"] for layout, case in cases.items() if case is not None}
+    if len(found) < len(LAYOUTS):
+        return [Outcome("no record of the benchmark", NOT_MEASURED, 0)]
+    extra = extra_at_most(MEAN_ONLY, 1.0, BATCH_NORM, ALONE)
+    values = {layout: value_of(extra, samples) for layout, samples in found.items()}
+    text = ", ".join(f"{layout} {x}" for layout, x in values.items())
+    step = case_of(context, "step", f"batch of {convnet.BATCH}")
+    if step is not None:
+        whole = ratio_interval(step["samples"], convnet.MEAN_ONLY, convnet.BATCH_NORM)
+        text += f"; a whole step with weight norm, relative to batch norm: {whole}"
+    verdict = weakest(*(below(x, 1.0) for x in values.values()))
+    return [Outcome(text, verdict, min(len(x[ALONE]) for x in found.values()), values)]
 
 
-def memory_verdict(extra: list[int], weights: int) -> Verdict:
-    """Holds if the extra bytes do not depend on the batch and are at most three copies of the
-    weights."""
-    return HOLDS if len(set(extra)) == 1 and extra[0] <= 3 * weights else FAILS
-
-
-def saved_bytes(context: Context, model: nn.Module, batch: int) -> int:
-    """Bytes that autograd saves from the forward for the backward pass; each storage once."""
-    storages: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = context.loss(model, torch.arange(batch))
-    loss.backward()
-    return sum(storages.values())
+def value_of(limit: Limit, samples: Mapping[str, Any]) -> Interval:
+    return estimate(samples, limit.peers, limit.value)

@@ -1,166 +1,213 @@
-"""Measures the claims one after the other and records each; the same command resumes."""
+"""Measures the claims one after the other and records each; the same command resumes.
+
+A claim is measured again if the code has changed since it was recorded, and those that read other
+records are measured every time. Other rows of a record are kept as they are.
+"""
 
 from __future__ import annotations
 
 import os
+import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from weightnorm.lab.claims import (
-    algebra,
+from weightnorm.lab.claims import (  # importing them registers their claims
     cost,
     covariance,
-    from_records,
+    experiments,
+    identities,
     initialization,
     learning_rates,
     noise,
     norm_growth,
-    reinforcement,
-    robustness,
+    q_learning,
 )
-from weightnorm.lab.claims.claim import CLAIMS, LONG_CLAIMS, Claim
-from weightnorm.lab.claims.context import Context
-from weightnorm.lab.claims.parts import PartRunner
+from weightnorm.lab.claims.claim import CLAIMS, Claim, Context, code_digest
+from weightnorm.lab.claims.rows import latest_rows
 from weightnorm.lab.environment import environment, prepare_process
 from weightnorm.lab.errors import ConfigError, Interrupted, RunError, require
 from weightnorm.lab.files import lock_folder
 from weightnorm.lab.progress import ProgressBars
 from weightnorm.lab.records import Row, append_row, load_record, read_rows, write_json
 
-SEEDS = {"quick": (1, 2, 3), "full": (1, 2, 3, 4, 5), "long": (1, 2, 3), "long-quick": (1, 2)}
-DATA = {"quick": "digits", "full": "cifar10", "long": "mnist", "long-quick": "digits"}
-FROM_RECORDS = (18, 20)
-"""Measured again each time, because the experiments' records may have changed."""
-
 MODULES = (
-    algebra,
     cost,
     covariance,
-    from_records,
+    experiments,
+    identities,
     initialization,
     learning_rates,
     noise,
     norm_growth,
-    reinforcement,
-    robustness,
+    q_learning,
 )
-"""Importing them registers their claims."""
+QUICK_SEEDS, SEEDS = (1, 2, 3), (11, 12, 13, 14, 15)
+"""Seeds of a full measurement: none of those on which the rules were chosen."""
 
 
 def measure(
-    context: Context,
+    *,
+    quick: bool = False,
     only: Sequence[int] = (),
+    seeds: Sequence[int] = (),
+    jobs: int | None = None,
+    runs: Path = Path("runs"),
+    records: Path | None = None,
+    data_dir: Path | None = None,
     console: Console | None = None,
-    workers: int | None = None,
+    on_claim: Callable[[Sequence[Row]], None] = lambda rows: None,
 ) -> Path:
-    """Measure the claims that are not in the record yet and return its folder."""
-    claims = LONG_CLAIMS if context.long else CLAIMS
-    context = replace(context, seeds=context.seeds or SEEDS[context.preset])
-    require(workers is None or workers >= 1, "jobs", workers, "1 or more")
-    workers = workers or (1 if context.quick else os.cpu_count() or 1)
-    folder = context.runs / "claims" / context.preset
-    if unknown := [number for number in only if number not in claims]:
-        numbers = ", ".join(map(str, sorted(claims)))
+    """Measure claims and return the folder of the record.
+
+    Args:
+        quick: embedded digits and small networks, to see that everything works.
+        only: numbers of the claims to measure; by default all.
+        seeds: of the empirical claims; by default those of the record, or else `SEEDS`.
+        jobs: worker processes, of one thread each; by default one per core, or one if quick.
+        runs: folder to which the record is written, as ``claims/quick`` or ``claims/full``.
+        records: folder of the experiments' and benchmarks' records; by default `runs`.
+        console: where progress is shown.
+        on_claim: called with the rows of each claim, in order, as soon as it is measured, or at
+            once if it is recorded.
+    """
+    folder = runs / "claims" / ("quick" if quick else "full")
+    require(jobs is None or jobs >= 1, "jobs", jobs, "1 or more")
+    if unknown := [number for number in only if number not in CLAIMS]:
+        numbers = ", ".join(map(str, sorted(CLAIMS)))
         raise ConfigError(f"there is no claim {unknown[0]}; expected one of {numbers}")
+    context = Context(
+        quick=quick,
+        seeds=tuple(seeds) or _recorded_seeds(folder) or (QUICK_SEEDS if quick else SEEDS),
+        data_dir=data_dir,
+        records=records or runs,
+        workers=jobs or (1 if quick else os.cpu_count() or 1),
+        parts_file=folder / "parts.jsonl",
+    )
     expected = "two or more, for an interval, each once"
     require(len({*context.seeds}) == len(context.seeds) > 1, "seeds", context.seeds, expected)
     with lock_folder(folder):
-        return _measure(context, claims, only, folder, console, workers)
+        chosen = [CLAIMS[number] for number in sorted({*(only or CLAIMS)})]
+        return _measure(context, chosen, folder, console or Console(stderr=True), on_claim)
 
 
 def _measure(
     context: Context,
-    claims: Mapping[int, Claim],
-    only: Sequence[int],
+    claims: Sequence[Claim],
     folder: Path,
-    console: Console | None,
-    workers: int,
+    console: Console,
+    on_claim: Callable[[Sequence[Row]], None],
 ) -> Path:
-    open_record(folder, context)
-    recorded = latest_rows(folder)
-    missing = [n for n in sorted(set(only or claims)) if n not in recorded or n in FROM_RECORDS]
-    # As in the workers: results do not depend on their number.
-    prepare_process(threads=1 if context.long else None)
-    progress = ProgressBars(console or Console(stderr=True))
+    prepare_process(threads=1)  # as in the workers: results do not depend on their number
+    _open_record(folder, context)
+    recorded = latest_rows(read_rows(folder / "metrics.jsonl"))
+    progress = ProgressBars(console)
     failed: list[str] = []
     try:
-        bar = progress.add("claims", len(missing))
-        for index, number in enumerate(missing):
+        bar = progress.add("claims", len(claims))
+        for index, claim in enumerate(claims):
             progress.update(bar, index)
-            progress.print(
-                f"claim {number} ({index + 1} of {len(missing)}): {claims[number].statement}"
-            )
-            try:
-                row = _measure_one(claims[number], context, workers, folder, progress)
-            except RunError as error:  # the others can still be measured
-                failed.append(f"claim {number}: {error}")
-                continue
-            append_row(folder / "metrics.jsonl", row)
-            progress.print(f"  {row['verdict']}: {row['value']}")
+            rows = [row for row in recorded if row["number"] == claim.number]
+            if claim.from_records or [row.get("code") for row in rows] != [
+                code_digest() for _ in claim.statements
+            ]:
+                try:
+                    rows = _measure_one(claim, context, progress)
+                except RunError as error:  # the others can still be measured
+                    failed.append(f"claim {claim.number}: {error}")
+                    continue
+                for row in rows:
+                    append_row(folder / "metrics.jsonl", row)
+            on_claim(rows)
     except KeyboardInterrupt:
         raise Interrupted(folder) from None
     finally:
         progress.close()
     if failed:
         raise RunError(f"{'; '.join(failed)}. The others are in {folder}")
-    rows = latest_rows(folder)
-    if set(rows) >= set(claims):
-        write_json(folder / "result.json", Counter(row["verdict"] for row in rows.values()))
+    rows = latest_rows(read_rows(folder / "metrics.jsonl"))
+    if {row["number"] for row in rows} >= CLAIMS.keys():
+        write_json(folder / "result.json", Counter(row["verdict"] for row in rows))
     return folder
 
 
-def _measure_one(
-    claim: Claim, context: Context, workers: int, folder: Path, progress: ProgressBars
-) -> Row:
-    """Measure a claim with a progress bar for its parts."""
+def _measure_one(claim: Claim, context: Context, progress: ProgressBars) -> list[Row]:
+    """Measure a claim with a progress bar for its parts; return a row for each statement."""
     bar = progress.add("parts", None)
+    progress.status(lambda: f"claim {claim.number}")
 
     def on_progress(done: int, total: int) -> None:
         progress.update(bar, done, total=total)
-        progress.status(lambda: f"  {done} of {total} parts")
+        progress.status(lambda: f"claim {claim.number}: {done} of {total} parts")
 
-    parts = PartRunner(workers, folder / "parts.jsonl", on_progress)
     try:
-        return claim.row(claim.measure(replace(context, parts=parts)))
+        outcomes = claim.measure(replace(context, on_progress=on_progress))
     finally:
         progress.remove(bar)
+    measured_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    head = {"number": claim.number, "kind": claim.kind, "section": claim.section}
+    return [
+        {"id": id, **head, **asdict(statement), **asdict(outcome), "code": code_digest(),
+         "measured_at": measured_at}
+        for id, statement, outcome in zip(claim.ids(), claim.statements, outcomes, strict=True)
+    ]  # fmt: skip
 
 
-def open_record(folder: Path, context: Context) -> None:
-    """Create the record, or check that an existing one has the same settings."""
-    config = {"seeds": list(context.seeds), "data": DATA[context.preset]}
-    head = {"experiment": "claims", "preset": folder.name, "config": config}
+def _recorded_seeds(folder: Path) -> tuple[int, ...]:
+    if not (folder / "config.json").exists():
+        return ()
+    return tuple(load_record(folder).config.get("seeds", ()))
+
+
+def _open_record(folder: Path, context: Context) -> None:
+    """Create the record, or check that an existing one has the same seeds."""
+    config = {"seeds": list(context.seeds)}
     if (folder / "config.json").exists():
         before = load_record(folder).config
-        if before != config:
+        if before.get("seeds") != config["seeds"]:
             raise ConfigError(
                 f"{folder} was measured with other settings: got {config}, recorded {before}; "
                 "delete it or choose another --runs"
             )
     else:
+        head = {"experiment": "claims", "preset": folder.name, "config": config}
         write_json(folder / "config.json", head)
     append_row(folder / "sessions.jsonl", environment(torch.device("cpu"), 1))
 
 
-def latest_rows(folder: Path) -> dict[int, Row]:
-    """The latest row of each claim, by number."""
-    rows = read_rows(folder / "metrics.jsonl")
-    known = {field.name for field in fields(Claim)} - {"measure"} | {"value", "verdict", "n"}
-    return dict(sorted({row["number"]: row for row in rows if row.keys() >= known}.items()))
+def listing() -> str:
+    """Return all claims, one statement to a line or two of at most 80 columns."""
+    lines = []
+    for kind, title in (("identity", "Identities"), ("finding", "Findings")):
+        lines.append(title)
+        for _, claim in sorted(CLAIMS.items()):
+            if claim.kind == kind:
+                pairs = zip(claim.ids(), claim.statements, strict=True)
+                lines += [_wrapped(f"{id:>5}  ", each.statement) for id, each in pairs]
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
-def table(folder: Path) -> Table:
-    """The record as a table for a terminal of 80 columns."""
-    found = Table("claim", "n", "verdict", show_lines=True)
-    for row in latest_rows(folder).values():
-        text = f"{row['number']}. {row['statement']} (section {row['section']})"
-        text += f"\n→ {row['value']}; paper: {row['paper']}"
-        found.add_row(escape(text), str(row["n"]), row["verdict"])
-    return found
+def describe(rows: Iterable[Row]) -> str:
+    """Return rows of a record as text of at most 80 columns."""
+    return "\n".join(map(_described, rows))
+
+
+def _described(row: Row) -> str:
+    head = f"{row['id']:>5}  "
+    verdict = f"{row['verdict']} (n = {row['n']})"
+    if row.get("kind") == "identity":
+        return _wrapped(head, f"{verdict}: {row['statement']}. {row['value']}")
+    lines = [_wrapped(head, row["statement"])]
+    fields = (("paper", row["paper"]), ("rule", row["rule"]), ("here", row["value"]))
+    lines += [_wrapped(f"       {name}: ", text) for name, text in fields]
+    return "\n".join([*lines, f"       → {verdict}"])
+
+
+def _wrapped(head: str, text: str) -> str:
+    return textwrap.fill(text, 79, initial_indent=head, subsequent_indent=" " * 9)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import cycle, groupby
 from typing import Any
 
+from weightnorm.lab.claims.rows import latest_rows
 from weightnorm.lab.records import Row, RunRecord
 from weightnorm.lab.reports.document import Line, Plot, PlotPanels, Section, Table, slug
 from weightnorm.lab.reports.style import STYLES, Style
@@ -39,7 +40,7 @@ def section(records: list[RunRecord]) -> Section:
 
 def part(record: RunRecord) -> Section:
     """Describe one measurement: the verdicts, the figures, then every value."""
-    rows = newest(record)
+    rows = latest_rows(record.metrics)
     figures = [claim_figures(record.preset, row) for row in rows if row.get("figures")]
     return Section(
         f"claims: {record.preset}",
@@ -65,7 +66,7 @@ def tally(rows: list[Row]) -> str:
 def verdicts(rows: list[Row]) -> Table:
     """Tabulate each claim's verdict."""
     cells = tuple(
-        (f"{row['number']}. {_text(row, 'statement')}", _text(row, "n"), _text(row, "verdict"))
+        (f"{row['id']}. {_text(row, 'statement')}", _text(row, "n"), _text(row, "verdict"))
         for row in rows
     )
     return Table("Verdicts", ("claim", "n", "verdict"), cells, numeric=False)
@@ -73,19 +74,21 @@ def verdicts(rows: list[Row]) -> Table:
 
 def measurements(rows: list[Row]) -> Table:
     """Tabulate what was measured for each claim, and the paper's value."""
-    fields = ("section", "measured", "value", "paper")
+    fields = ("section", "rule", "value", "paper")
     cells = tuple(
-        (str(row["number"]), *(_lines(row) if f == "value" else _text(row, f) for f in fields))
+        (row["id"], *(_lines(row) if f == "value" else _text(row, f) for f in fields))
         for row in rows
     )
-    return Table("Measurements", ("claim", *fields), cells, numeric=False)
+    return Table(
+        "Measurements", ("claim", "section", "measured", "value", "paper"), cells, numeric=False
+    )
 
 
 def claim_figures(preset: str, row: Row) -> Section:
     """Describe one claim with its figures."""
     plots = tuple(_plots_and_panels(preset, row))
     words = f"{row['statement']}: {row['verdict']}, n = {row['n']}. {row['value']}."
-    return Section(f"Claim {row['number']}", words, plots)
+    return Section(f"Claim {row['id']}", words, plots)
 
 
 def _plots_and_panels(preset: str, row: Row) -> Iterator[Plot | PlotPanels]:
@@ -93,16 +96,10 @@ def _plots_and_panels(preset: str, row: Row) -> Iterator[Plot | PlotPanels]:
     for title, figures in groupby(row["figures"], lambda figure: figure.get("panels", "")):
         plots = tuple(plot(preset, row, figure) for figure in figures)
         if title:
-            name = slug(f"claim {preset} {row['number']} {title}")
+            name = slug(f"claim {preset} {row['id']} {title}")
             yield PlotPanels(name, title, plots[0].caption, plots)
         else:
             yield from plots
-
-
-def newest(record: RunRecord) -> list[Row]:
-    """Return the last row of each claim, by number."""
-    rows = {row["number"]: row for row in record.metrics if isinstance(row.get("number"), int)}
-    return [rows[number] for number in sorted(rows)]
 
 
 def _lines(row: Row) -> str:
@@ -123,7 +120,7 @@ def plot(preset: str, row: Row, figure: dict[str, Any]) -> Plot:
     lines = tuple(map(line, figure["series"], styles))
     bands = " Band: range over seeds." if any(one.low for one in lines) else ""
     return Plot(
-        slug(f"claim {preset} {row['number']} {figure['title']}"),
+        slug(f"claim {preset} {row['id']} {figure['title']}"),
         figure["title"],
         f"{row['verdict'].capitalize()}, n = {row['n']}.{bands}",
         figure["x"],

@@ -281,7 +281,8 @@ def test_summary_comes_first_and_sections_follow_the_papers_order(run, tmp_path)
 def test_damaged_benchmarks_and_claims_are_left_out(run, tmp_path):
     run()
     run(experiment="bench", result={"benchmarks": []})
-    run(experiment="claims", metrics=[{"number": 3, "figures": [{}]}])
+    row = dict.fromkeys(("section", "statement", "paper", "value", "verdict", "n"), "")
+    run(experiment="claims", metrics=[{**row, "number": 3, "figures": [{}]}])
     files = report(tmp_path / "runs", tmp_path / "out")
     damaged = [problem for problem in files.problems if "it is damaged (KeyError" in problem]
     assert [problem.split("/")[0] for problem in damaged] == ["bench", "claims"]

@@ -201,7 +201,7 @@ def plan(runs):
 def test_status(tmp_path, capsys):
     states = ("finished", "diverged", "running", "stopped")
     for seed, state in enumerate(states):
-        folder = tmp_path / "classify" / f"seed-{seed}"
+        folder = tmp_path / "classify/cpu/standard/lr-0.1" / f"seed-{seed}"
         folder.mkdir(parents=True)
         config = {"epochs": 30, "seed": seed}
         head = {"experiment": "classify", "preset": "demo", "config": config}
@@ -212,15 +212,16 @@ def test_status(tmp_path, capsys):
             write_json(folder / "result.json", {"train_error": 0.125, **diverged})
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text("{")
-    (tmp_path / "classify/seed-3/lock").touch()
-    with lock_folder(tmp_path / "classify/seed-2"):
+    (tmp_path / "classify/cpu/standard/lr-0.1/seed-3/lock").touch()
+    with lock_folder(tmp_path / "classify/cpu/standard/lr-0.1/seed-2"):
         assert main(["status", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[:4] == [
-        "finished  1/30  train error 0.125  classify/seed-0",
-        "diverged  1/30  train error 0.125  classify/seed-1",
-        "running   1/30  train error 0.25   classify/seed-2",
-        "stopped   1/30  train error 0.25   classify/seed-3",
+    assert out.splitlines()[:5] == [
+        "classify/cpu/standard",
+        "  lr-0.1/seed-0  finished  1/30  train error 0.125",
+        "  lr-0.1/seed-1  diverged  1/30  train error 0.125",
+        "  lr-0.1/seed-2  running   1/30  train error 0.25",
+        "  lr-0.1/seed-3  stopped   1/30  train error 0.25",
     ]
     assert "damaged/config.json is damaged" in out
     assert main(["status", str(tmp_path / "none")]) == 0

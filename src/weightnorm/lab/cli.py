@@ -172,13 +172,21 @@ def status(folder: Path = Path("runs"), /) -> None:
     from weightnorm.lab.records import find_records
 
     records, problems = find_records(folder)
-    rows = [(*_progress(each), str(each.folder.relative_to(folder))) for each in records]
+    places = [each.folder.relative_to(folder) for each in records]
+    rows = [
+        ("/".join(place.parts[-2:]), *_progress(each))
+        for place, each in zip(places, records, strict=True)
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for *cells, place in rows:
-        say("  ".join([*map(str.ljust, cells, widths), place]))
+    above = Path()
+    for place, row in zip(places, rows, strict=True):
+        if place.parent.parent != above:  # the setting, once for all of its rates and seeds
+            above = place.parent.parent
+            say(f"{above}")
+        say("  ".join(["", *map(str.ljust, row, widths)]).rstrip())
     for problem in problems:
         say(f"cannot be read: {problem}")
-    states = Counter(state for state, *_ in rows)
+    states = Counter(state for _, state, *_ in rows)
     say(", ".join(f"{n} {state}" for state, n in states.items()) or f"no runs in {folder}")
 
 

@@ -57,6 +57,7 @@ FUNCTIONAL = {
     "compose": f"(*, v, g, units={Units()}, mask=None, eps=1e-12)",
     "correct_torch_second_derivative": "(enabled=True)",
     "decompose": f"(w, units={Units()}, *, mask=None, eps=1e-12)",
+    "fold": f"(*, v, g, units={Units()}, mask=None, eps=1e-12)",
     "gradients": f"(grad_w, *, v, g, units={Units()}, eps=1e-12)",
     "norm": f"(v, units={Units()})",
     "project": f"(x, w, units={Units()})",

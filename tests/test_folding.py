@@ -293,7 +293,7 @@ def test_overlapping_blocks_left_in_any_order(model):
 
 def test_failure_while_folding_changes_nothing(model, monkeypatch):
     before = parameters(model)
-    compute, calls = NormalizedWeight.weight, []
+    compute, calls = NormalizedWeight.folded, []
 
     def failing(weight):
         calls.append(weight)
@@ -301,7 +301,7 @@ def test_failure_while_folding_changes_nothing(model, monkeypatch):
             raise MemoryError
         return compute(weight)
 
-    monkeypatch.setattr(NormalizedWeight, "weight", failing)
+    monkeypatch.setattr(NormalizedWeight, "folded", failing)
     for change in (lambda: folded(model).__enter__(), lambda: remove_weight_norm(model)):
         calls.clear()
         with pytest.raises(MemoryError):

@@ -47,6 +47,18 @@ def test_applying_keeps_the_output(case, scale):
     torch.testing.assert_close(case.run(layer, inputs), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_layer
+def test_applying_and_removing_change_no_bit(case, dtype):
+    plain = case.make().to(dtype)
+    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    layer = weight_norm(plain)
+    for name in weight_names(layer):
+        assert torch.equal(getattr(layer, name), before[name])
+    remove_weight_norm(layer)
+    assert all(torch.equal(p, before[name]) for name, p in layer.named_parameters())
+
+
 @every_layer
 def test_every_v_and_g_receives_a_gradient(case):
     layer, inputs = weight_norm(case.make()), case.inputs()
@@ -141,6 +153,17 @@ def test_frozen_g_does_not_change():
     torch.optim.SGD(layer.parameters(), lr=1.0).step()
     assert torch.equal(parts(layer).g, g)
     assert parts(layer).v.grad.abs().sum() > 0
+
+
+def test_frozen_g_stays_frozen_when_the_model_is_unfrozen():
+    layer = weight_norm(nn.Linear(3, 2), train_g=False).requires_grad_(False).requires_grad_(True)
+    assert not parts(layer).g.requires_grad
+    assert [name for name, _ in layer.named_parameters()] == [
+        "bias", "parametrizations.weight.original1"
+    ]  # fmt: skip
+    twin = weight_norm(nn.Linear(3, 2), train_g=False)
+    twin.load_state_dict(layer.state_dict())
+    assert torch.equal(copy.deepcopy(twin).weight, layer.weight)
 
 
 def test_frozen_layer_stays_frozen():
@@ -421,6 +444,16 @@ def test_failed_call_leaves_no_hooks_on_lazy_layers():
     assert type(model[0]) is nn.Linear
 
 
+def test_tied_lazy_layers_stay_tied():
+    model = nn.Sequential(nn.LazyLinear(3, bias=False), nn.LazyLinear(3, bias=False))
+    model[1].weight = model[0].weight
+    weight_norm_model(model)
+    model[0](torch.randn(2, 4))
+    assert parts(model[0]).v is parts(model[1]).v
+    x = torch.randn(1, 4)
+    assert torch.equal(model[1](x), model[0](x))
+
+
 def test_lazy_layers_are_not_normalized_twice():
     model = nn.Sequential(nn.LazyLinear(3))
     weight_norm_model(model)
@@ -584,6 +617,7 @@ BAD = {
         ValueError,
         "its gradients are sparse",
     ),
+    "max_norm": (nn.Embedding(4, 2, max_norm=1.0), {}, ValueError, "build it without"),
     "attention bias": (
         nn.MultiheadAttention(4, 2, add_bias_kv=True),
         {"name": "bias_k"},

@@ -195,7 +195,7 @@ def _replace_by_parameters(
         for weight in found:
             v, g = weight.stored
             if weight.identity not in tied:
-                parameter = nn.Parameter(weight.weight(), v.requires_grad or g.requires_grad)
+                parameter = nn.Parameter(weight.folded(), v.requires_grad or g.requires_grad)
                 if warn is not None and parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(warn)
                 tied[weight.identity] = parameter

@@ -24,7 +24,7 @@ from weightnorm._parametrize import (
     torch_hook_names,
 )
 from weightnorm._torch_private import TorchWeightNorm
-from weightnorm._units import Parts, Units
+from weightnorm._units import EPS, Parts, Units, in_float64
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,19 @@ class NormalizedWeight:
         """
         hook = torch_hook(self.module, self.name)
         w: Tensor = hook.compute_weight(self.module) if hook else getattr(self.module, self.name)
+        return w
+
+    @torch.no_grad()
+    def folded(self) -> Tensor:
+        """Compute w as the plain weight that replaces v and g: see ``functional.fold``."""
+        (v, g), weight_norm = self.stored, self.parametrization
+        mask, eps = None, EPS
+        if isinstance(weight_norm, WeightNorm):
+            mask, eps = weight_norm.mask, weight_norm.eps
+            g = in_float64(g).exp() if self.is_log else g
+        w = functional.fold(v=v, g=g, units=self.units, mask=mask, eps=eps)
+        for further in [*self.parametrizations][1:]:
+            w = further(w)
         return w
 
     @torch.no_grad()

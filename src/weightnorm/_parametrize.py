@@ -340,36 +340,26 @@ def _torch_hooks(module: nn.Module) -> dict[int, Any]:
 
 
 class NormalizeWhenMaterialized:
-    """Forward pre-hook that normalizes a weight of lazy modules once it has a shape.
+    """Forward pre-hook that normalizes a weight of a lazy module once it has a shape."""
 
-    Modules that share the parameter share the hook: the first to run normalizes it for all.
-    """
-
-    def __init__(self, apply: Callable[[], None]) -> None:
-        self.apply = apply
-        self.names: dict[nn.Module, str] = {}
-
-    def add(self, module: nn.Module, name: str) -> None:
-        """Wait for this module's first forward pass."""
-        self.names[module] = name
-        module.register_forward_pre_hook(self)
+    def __init__(self, name: str, apply: Callable[[], None]) -> None:
+        self.name, self.apply = name, apply
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
         self.apply()
-        self.remove()
+        self.remove(module)
 
-    def remove(self) -> None:
-        """Take the hook off its modules."""
-        for module in self.names:
-            hooks = module._forward_pre_hooks
-            for key in [key for key, hook in hooks.items() if hook is self]:
-                del hooks[key]
+    def remove(self, module: nn.Module) -> None:
+        """Take the hook off the module."""
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            del hooks[key]
 
 
 def pending_hooks(module: nn.Module) -> dict[str, NormalizeWhenMaterialized]:
     """Return the hooks of weights to be normalized when a lazy module is materialized."""
     hooks = module._forward_pre_hooks.values()
-    return {h.names[module]: h for h in hooks if isinstance(h, NormalizeWhenMaterialized)}
+    return {h.name: h for h in hooks if isinstance(h, NormalizeWhenMaterialized)}
 
 
 def refresh_recurrent(module: nn.Module) -> None:

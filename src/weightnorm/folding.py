@@ -71,7 +71,7 @@ def remove_weight_norm(module: M, name: str | None = None, *, include_torch: boo
     for submodule in module.modules():  # lazy ones, not normalized yet
         for weight_name, hook in pending_hooks(submodule).items():
             if name in (None, weight_name):
-                hook.remove()
+                hook.remove(submodule)
     if name is not None and not any(hasattr(submodule, name) for submodule in module.modules()):
         raise ValueError(f"no module of {type(module).__name__} has a tensor {name!r}")
     return module

@@ -267,29 +267,29 @@ def _check_changeable(module: nn.Module, function: str) -> None:
         )
 
 
-def _apply(weights: list[PlainWeight], options: _Options) -> None:
-    """Normalize all weights or none; lazy ones when the first module of each is materialized."""
+Tied = dict[nn.Parameter, WeightNormParametrizationList]
+"""v and g by the parameter that they have replaced."""
+
+
+def _apply(weights: list[PlainWeight], options: _Options, tied: Tied | None = None) -> None:
+    """Normalize all weights or none; lazy ones when their module is materialized."""
     for weight in weights:
         options.check(weight)
-    tied: dict[int, WeightNormParametrizationList] = {}
-    pending: dict[int, NormalizeWhenMaterialized] = {}
+    tied = {} if tied is None else tied
     undo: list[Callable[[], object]] = []
     try:
         for weight in weights:
             module, name, parameter = weight.module, weight.name, weight.parameter
             if is_lazy(parameter):
-                sharing = [other for other in weights if other.parameter is parameter]
-                hook = pending.setdefault(
-                    id(parameter), NormalizeWhenMaterialized(partial(_apply, sharing, options))
-                )
-                hook.add(module, name)
-                undo.append(hook.remove)
+                hook = NormalizeWhenMaterialized(name, partial(_apply, [weight], options, tied))
+                module.register_forward_pre_hook(hook)
+                undo.append(partial(hook.remove, module))
                 continue
             order = dict(module._parameters)
-            if id(parameter) in tied:
-                _parametrize.register_tied(module, name, tied[id(parameter)])
+            if parameter in tied:
+                _parametrize.register_tied(module, name, tied[parameter])
             else:
-                tied[id(parameter)] = options.parametrize(weight)
+                tied[parameter] = options.parametrize(weight)
             undo.append(partial(_parametrize.unregister, module, name, order))
     except BaseException:
         for step in reversed(undo):

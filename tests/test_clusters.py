@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from ranks import messages_of, on_ranks
 from weightnorm import (
     WeightNormOptimizer,
-    batched_weights,
     convert_state_dict,
     data_dependent_init,
     diagnostics,
@@ -39,7 +38,7 @@ pytestmark = pytest.mark.xdist_group("clusters")  # they share their processes
 DOCS = Path(__file__).parents[1] / "docs" / "scaling.md"
 STEPS, BATCH = 4, 8
 FORMS = ("module", "optimizer")
-VARIATIONS = ("", "-accumulated", "-recomputed", "-batched")
+VARIATIONS = ("", "-accumulated", "-recomputed")
 SETUPS = [f"{wrap}{variation}" for wrap in ("ddp", "fsdp") for variation in VARIATIONS]
 
 
@@ -119,9 +118,8 @@ def shares(rows, world):
     return {1: [rows], 2: [rows - 3, 3], 4: [rows - 4, 3, 1, 0]}[world]
 
 
-def train(model, optimizer, rank=0, world=1, pieces=1, steps=range(STEPS), context=None):
+def train(model, optimizer, rank=0, world=1, pieces=1, steps=range(STEPS)):
     """Train on the mean loss of the global batch, of which this rank has its share."""
-    context = nullcontext() if context is None else context
     for step in steps:
         optimizer.zero_grad()
         for i, (x, y) in enumerate(zip(*(e.chunk(pieces) for e in examples(step)), strict=True)):
@@ -130,8 +128,7 @@ def train(model, optimizer, rank=0, world=1, pieces=1, steps=range(STEPS), conte
                 model.set_requires_gradient_sync(last)
             with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
                 x, y = (t.split(shares(len(t), world))[rank] for t in (x, y))
-                with context:
-                    loss = F.mse_loss(model(x), y, reduction="sum") / BATCH
+                loss = F.mse_loss(model(x), y, reduction="sum") / BATCH
                 (loss * world).backward()  # the ranks' gradients are averaged
         optimizer.step()
 
@@ -159,8 +156,7 @@ def trajectories(rank, world):
             for block in getattr(model, "module", model):
                 block.recompute = setup.endswith("recomputed")
             pieces = 2 if setup.endswith("accumulated") else 1
-            context = batched_weights(model) if setup.endswith("batched") else None
-            train(model, optimizer, rank, world, pieces, context=context)
+            train(model, optimizer, rank, world, pieces)
             results[f"{form} {setup}"] = outcome(form, model, optimizer)
     return results
 

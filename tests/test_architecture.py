@@ -12,7 +12,8 @@ import pytest
 SRC = Path(__file__).parents[1] / "src" / "weightnorm"
 
 LAYERS = [
-    "_torch_private", "_dtensor", "_units", "_kernels", "functional", "_parametrize",
+    "_torch_private", "_dtensor", "_units", "_kernels", "functional", "_weight_norm",
+    "_parametrize",
     "inspection", "layers", "folding", "module_form", "_distributed", "init_report",
     "output_sums", "mean_only", "data_init", "robust_init", "checkpoints", "files",
     "parameterizations",

@@ -21,7 +21,7 @@ from weightnorm import (
     weight_norm,
     weight_norm_model,
 )
-from weightnorm._parametrize import WeightNorm
+from weightnorm._weight_norm import WeightNorm
 from weightnorm.functional import Units, norm
 from weightnorm.layers import units_of, weight_names
 from zoo import LAYERS, every_layer

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm._dtensor import refuse_sharded
-from weightnorm._parametrize import (
-    pending_hooks,
-    remove_torch_hook,
-    unparametrize,
-)
+from weightnorm._parametrize import pending_hooks, remove_torch_hook, unparametrize
 from weightnorm.inspection import NormalizedWeight, find_normalized
 
 M = TypeVar("M", bound=nn.Module)

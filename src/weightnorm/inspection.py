@@ -17,14 +17,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from weightnorm import functional
 from weightnorm._dtensor import placed_like
-from weightnorm._parametrize import (
-    WeightNorm,
-    parametrizations_of,
-    torch_hook,
-    torch_hook_names,
-)
+from weightnorm._parametrize import parametrizations_of, torch_hook, torch_hook_names
 from weightnorm._torch_private import TorchWeightNorm
 from weightnorm._units import EPS, Parts, Units, in_float64
+from weightnorm._weight_norm import WeightNorm
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from torch.nn.parameter import is_lazy
 
 from weightnorm import _parametrize, functional, layers
 from weightnorm._dtensor import is_sharded
-from weightnorm._parametrize import (
-    NormalizeWhenMaterialized,
+from weightnorm._parametrize import NormalizeWhenMaterialized
+from weightnorm._units import EPS
+from weightnorm._weight_norm import (
     Scale,
     WeightNorm,
     WeightNormParametrizationList,
+    freeze_length,
 )
-from weightnorm._units import EPS
 from weightnorm.folding import refuse_folded
 from weightnorm.inspection import find_normalized, is_weight_normed, normalized_weight
 from weightnorm.layers import Dim, PlainWeight, Where
@@ -249,7 +250,7 @@ class _Options:
                 with torch.no_grad():
                     registered.original0.copy_(weight_norm.stored(g.to(registered.original0)))
             if not self.train_g:
-                _parametrize.freeze_length(registered)
+                freeze_length(registered)
         except BaseException:
             _parametrize.unregister(module, name, order)
             raise

@@ -52,7 +52,7 @@ def check_sdist(path: Path) -> None:
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "CHANGELOG.md"}
-    wanted |= {"src/weightnorm/py.typed", "tests/test_reparam.py", "docs/migration.md"}
+    wanted |= {"src/weightnorm/py.typed", "tests/test_module_form.py", "docs/migration.md"}
     assert wanted <= names, f"{path.name} lacks {sorted(wanted - names)}"
     records = sorted(name for name in names if name.startswith("docs/results"))
     assert not records, f"{path.name} has records: {records[:3]}"

@@ -412,11 +412,10 @@ def _refuse_collisions(tensors: list[PlannedTensor]) -> None:
 def _refuse_misreadings(found: list[StoredWeight], expected: list[str]) -> None:
     """Refuse a result in which other weights are `found` than those that were written."""
     for weight in found:
-        if weight.path not in expected:
-            g, v = weight.keys[:2]
+        if weight.path not in expected or weight.is_log:  # no log-scale is written
             raise StateDictError(
-                f"{g!r} and {v!r} of the result would be read as the normalized weight "
-                f"{weight.path!r}; rename one of them"
+                f"{' and '.join(map(repr, weight.keys))} of the result would be read as the "
+                f"normalized weight {weight.path!r}; rename one of them"
             )
     for path in sorted(set(expected) - {weight.path for weight in found}):
         raise StateDictError(f"{path}: g has the shape of v; it could not be recognized again")

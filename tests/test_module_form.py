@@ -727,6 +727,11 @@ def test_init_may_change_a_weight_in_place():
     torch.testing.assert_close(layer.weight.detach(), before / 2)
 
 
+def test_a_mask_of_other_numbers_is_refused():
+    with pytest.raises(ValueError, match="mask must hold 0 and 1"):
+        weight_norm(nn.Linear(2, 3), mask=torch.full((3, 2), 0.5))
+
+
 def test_the_mask_is_copied():
     mask = torch.ones(3, 2)
     layer = weight_norm(nn.Linear(2, 3), mask=mask)

@@ -139,7 +139,7 @@ class WeightNormParametrizationList(ParametrizationList):
             v = torch.where(weight_norm.units.spread(g < 0, v), -v, v)
             g = weight_norm.stored(g.abs())
         if mask is not None:
-            v = functional.masked(v, (mask != 0).to(v.device))
+            v = functional.masked(v, mask.to(v.device))
         return placed_like(g, own_g), placed_like(v, own_v)
 
 

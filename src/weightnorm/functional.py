@@ -85,6 +85,7 @@ def fold(
     >>> fold(v=torch.tensor([[3.0, 4.0]]), g=torch.tensor([[10.0]]))
     tensor([[6., 8.]])
     """
+    check_mask(mask, v.shape)
     units, v = units.of(v.shape), masked(v, mask)
     units.check(v, g)
     norm = units.exact_norm(v)

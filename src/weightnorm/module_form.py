@@ -59,7 +59,7 @@ def weight_norm(
         g: the initial length. ``None``: ‖w‖, which keeps the initial weight. A number sets every g;
             a tensor must broadcast to the shape of g. Must be positive with ``scale="log"``.
         scale: train g itself (``"linear"``) or s with g = eˢ (``"log"``).
-        mask: multiplied into v before the norm is taken, as autoregressive layers need.
+        mask: of 0 and 1, multiplied into v before the norm is taken, as autoregressive layers need.
         eps: units with ‖v‖ ≤ eps are treated as zero: w = 0, no gradient.
         train_g: ``False`` makes g a buffer; only the direction is trained.
 
@@ -190,6 +190,9 @@ class _Options:
     def __post_init__(self) -> None:
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"eps={self.eps!r} must be a number, 0 or greater")
+        mask = self.mask
+        if mask is not None and not mask.is_meta and not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("mask must hold 0 and 1: it is multiplied into v more than once")
         if self.g is None:
             return
         # Not on the default device, which may be "meta": from_pretrained builds models there.

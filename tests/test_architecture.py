@@ -20,9 +20,9 @@ LAYERS = [
     "_in_place", "_unit_passes", "optimizer_state", "optimizer", "diagnostics",
     "lab.errors", "lab.files", "lab.data", "lab.records", "lab.config",
     "lab.environment", "lab.progress", "lab.runs", "lab.run", "lab.atari", "lab.replay_buffer",
-    "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language", "lab.sweeps", "lab.sweep",
-    "lab.statistics", "lab.interleaved", "lab.pool", "lab.bench", "lab.claims", "lab.reports",
-    "lab.bench_output", "lab.cli",
+    "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language",
+    "lab.statistics", "lab.results", "lab.sweeps", "lab.sweep", "lab.interleaved", "lab.pool",
+    "lab.bench", "lab.claims", "lab.report", "lab.bench_output", "lab.cli",
 ]  # fmt: skip
 OUTSIDE = {
     "library": {"torch"},

@@ -22,7 +22,7 @@ from weightnorm.lab.bench.benchmark import (
 )
 from weightnorm.lab.environment import pick_device
 from weightnorm.lab.errors import require
-from weightnorm.lab.reports.bench import about, amount, interval, relative, share
+from weightnorm.lab.report.bench import about, amount, interval, relative, share
 
 COLORS = {"met": "green", "within noise": "yellow", "missed": "red"}
 

@@ -149,7 +149,7 @@ def demo(out: Path = Path("out"), seeds: tuple[int, ...] = (1, 2, 3)) -> int:
         out: folder for the records and the report.
         seeds: seeds.
     """
-    from weightnorm.lab.reports import epochs_comparison, read
+    from weightnorm.lab.report import epochs_comparison, read
     from weightnorm.lab.sweep import Grid
 
     base = replace(experiment("classify").PRESETS["demo"], runs=out / "runs")
@@ -303,9 +303,9 @@ def report(runs: Path = Path("runs"), /, out: Path = Path("report")) -> None:
         runs: folder that holds the records.
         out: folder the page is written to, with PNG and SVG of every figure.
     """
-    from weightnorm.lab import reports
+    from weightnorm.lab.report import write_report
 
-    files = reports.report(runs, out)
+    files = write_report(runs, out)
     for problem in files.problems:
         print(printable(f"left out: {problem}"), file=sys.stderr)
     say(f"report: {files.page.resolve()}")
@@ -317,7 +317,7 @@ def tables(root: Path, /) -> None:
     Args:
         root: the repository.
     """
-    from weightnorm.lab.reports import update_documents
+    from weightnorm.lab.report import update_documents
 
     for path in update_documents(root):
         say(f"updated: {path}")

@@ -35,8 +35,13 @@ from weightnorm.lab.claims.claim import (
 )
 from weightnorm.lab.claims.learning_rates import MARGIN
 from weightnorm.lab.config import completed, find_preset, scientific_fields
-from weightnorm.lab.records import RunRecord, by_seed, distinct_runs, find_records
-from weightnorm.lab.runs.selection import best_learning_rate
+from weightnorm.lab.records import (
+    RunRecord,
+    best_learning_rate,
+    by_seed,
+    distinct_runs,
+    find_records,
+)
 from weightnorm.lab.statistics import (
     Interval,
     mean_interval,

@@ -1,0 +1,476 @@
+"""Settings of an experiment, their tables as data frames of text, and Markdown."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from weightnorm.lab.records import RunRecord
+from weightnorm.lab.report.experiments import EXPERIMENTS, Experiment, metric_of
+from weightnorm.lab.report.pictures import Picture
+from weightnorm.lab.report.style import Style, slug
+from weightnorm.lab.results import (
+    UNFINISHED,
+    Comparison,
+    mean_and_std,
+    progress,
+    run_frame,
+    setting_labels,
+    signed,
+    text,
+)
+from weightnorm.lab.statistics import Interval
+
+MACHINE = ("machine", "device", "threads", "ranks")
+VERSIONS = ("torch", "python", "weightnorm", "commit")
+VARIED = ("parameterization", "learning_rate", "seed")
+MISSING = "not recorded"
+Row = dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A table, figure or picture with its title and notes."""
+
+    title: str
+    body: pd.DataFrame | Callable[[], Figure] | Picture
+    """A figure is drawn when it is needed."""
+    notes: Sequence[str] = ()
+    folded: bool = False
+    """Whether the page shows it only on request."""
+    numeric: bool = True
+    """Whether the cells of a table are numbers, aligned right; else text."""
+    name: str = ""
+    """Name of a figure's file, without extension."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Setting(Comparison):
+    """A comparison of one experiment, with what the report knows of the experiment."""
+
+    experiment: str
+    about: Experiment
+    value: str
+    """Of the field `Experiment.by`, such as the data set."""
+    label: str
+    """Preset, and what differs from it."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.about.names.get(self.value, self.value)}, {self.label}".removeprefix(", ")
+
+    @property
+    def title(self) -> str:
+        return f"{self.experiment}: {self.where}"
+
+    @property
+    def name(self) -> str:
+        return slug(self.title)
+
+    def style(self, method: str) -> Style:
+        return self.about.style(method, self.methods.index(method))
+
+    @cached_property
+    def config(self) -> dict[str, Counter[str]]:
+        """Config field → number of runs with each value."""
+        return counted([record.config for record in self.runs["record"]])
+
+    @cached_property
+    def environment(self) -> dict[str, Counter[str]]:
+        """Field of the environment → number of runs with each value, in any of their sessions."""
+        sessions = [record.sessions or [{}] for record in self.runs["record"]]
+        return {
+            field: Counter(
+                value for each in sessions for value in {text(x.get(field, MISSING)) for x in each}
+            )
+            for field in MACHINE + VERSIONS
+        }
+
+    @property
+    def data(self) -> str:
+        """Return the data set or game, by which published values are chosen."""
+        values = [*self.config.get(self.about.by or "data", ())]
+        return values[0] if len(values) == 1 else ""
+
+    @property
+    def progress(self) -> str:
+        states = Counter(self.runs["state"])
+        return ", ".join(f"{n} run{'s' * (n != 1)} {state}" for state, n in states.items())
+
+    @cached_property
+    def judged(self) -> dict[str, tuple[Interval, int]]:
+        """Return method → its difference to what it is compared with, and the number of pairs."""
+        found = {
+            m: self.difference(self.about.judged, m, self.about.baseline(m)) for m in self.done
+        }
+        return {method: change for method, change in found.items() if change}
+
+    @property
+    def compares(self) -> bool:
+        """Whether something was run beside what it is compared with."""
+        return any(self.about.baseline(method) in self.methods for method in self.methods)
+
+    @property
+    def seeds(self) -> int:
+        return max((n for _, n in self.judged.values()), default=0)
+
+    def reference(self) -> list[float]:
+        """Return the distinct values of the reference, which runs with the same seed share."""
+        values = self.values(self.about.reference[1], self.runs)
+        return [*dict.fromkeys(x for x in values.values() if not math.isnan(x))]
+
+    def cell(self, column: str, runs: pd.DataFrame) -> str:
+        """Format a column over runs."""
+        metric, _, part = column.partition(":")
+        _, scale, digits = metric_of(metric)
+        if part == "shortest":
+            return mean_and_std([self.shortest_epoch(runs)], scale, digits)
+        return mean_and_std(self.values(column, runs).values(), scale, digits)
+
+
+def counted(rows: Sequence[Mapping[str, object]]) -> dict[str, Counter[str]]:
+    """Count the rows that have each value of each field."""
+    fields = dict.fromkeys(field for row in rows for field in row)
+    return {
+        field: Counter(text(row[field]) if field in row else MISSING for row in rows)
+        for field in fields
+    }
+
+
+def settings(experiment: str, records: Sequence[RunRecord]) -> list[Setting]:
+    """Split the runs of an experiment into settings."""
+    about, runs = EXPERIMENTS[experiment], run_frame(records)
+    known = [*about.styles]
+    runs["method"] = [about.method(record.config) for record in runs["record"]]
+    runs["value"] = [text(record.config.get(about.by, "")) for record in runs["record"]]
+    runs["place"] = [known.index(m) if m in known else len(known) for m in runs["method"]]
+    runs = runs.sort_values("place", kind="stable")
+    found = []
+    for value, group in runs.groupby("value"):
+        labels = setting_labels(group, about.method_fields, about.free_fields)
+        for label, one in group.groupby(labels):
+            setting = Setting(
+                one,
+                about.rate_metric,
+                about.highest,
+                experiment=experiment,
+                about=about,
+                value=str(value),
+                label=str(label),
+            )
+            found.append(setting)
+    return sorted(found, key=lambda one: [*about.names, one.value].index(one.value))
+
+
+def is_main(one: Setting, every: Sequence[Setting]) -> bool:
+    """Whether a setting is shown in full: it compares methods, and no other setting of the same
+    data or game does so with more seeds. If none compares, all are shown."""
+    others = [other for other in every if other.value == one.value and other.compares]
+    if not others:
+        return True
+    return one.compares and (one.seeds > 1 or max(other.seeds for other in others) <= one.seeds)
+
+
+# — tables —
+
+
+def verdicts(one: Setting) -> Iterator[Row]:
+    """Yield a row of the table of verdicts for each method that is compared with another."""
+    metric, _, part = one.about.judged.partition(":")
+    label, scale, digits = metric_of(metric)
+    for method, (change, n) in one.judged.items():
+        baseline = one.about.baseline(method)
+        yield {
+            "part": one.name,
+            "title": one.title,
+            "measured": label if part == "last epoch" else f"{label}, {part}",
+            "method": one.style(method).name,
+            "ours": one.cell(one.about.judged, one.done[method]),
+            "standard": one.cell(one.about.judged, one.done[baseline]),
+            "difference": signed(scaled(change, scale), digits),
+            "mark": mark(change, one.highest),
+            "n": str(n),
+        }
+
+
+def mark(change: Interval, highest: bool) -> str:
+    """Return ▲ for better and ▼ for worse, hollow if the interval includes 0 or n = 1.
+
+    >>> mark(Interval(-1.0, -1.5, -0.5), highest=False), mark(Interval(-1.0, -2.5, 0.5), True)
+    ('▲', '▽')
+    """
+    if math.isnan(change.value) or change.value == 0:
+        return "–"
+    shown = change.low < change.high and (change.low > 0 or change.high < 0)
+    better = (change.value > 0) == highest
+    return ("▲" if better else "▼") if shown else ("△" if better else "▽")
+
+
+def scaled(interval: Interval, scale: float) -> Interval:
+    low, high = sorted((interval.low * scale, interval.high * scale))
+    return Interval(interval.value * scale, low, high)
+
+
+def results(one: Setting) -> Iterator[Item]:
+    """Yield the tables of final values, the first beside the paper's and published ones."""
+    for title, every in one.about.results.items():
+        columns = {head: column for head, column in every.items() if one.has(column)}
+        first = every is next(iter(one.about.results.values()))
+        rows = [result_row(one, method, columns, first) for method in one.methods]
+        if first:
+            rows += other_rows(one, columns)
+        if columns:
+            yield Item(title, frame(rows), notes(one) if first else (), folded=not first)
+
+
+def result_row(one: Setting, method: str, columns: Mapping[str, str], first: bool) -> Row:
+    runs, paper = one.finished(method), one.about.paper.get(one.data, {})
+    cells = {head: one.cell(column, runs) for head, column in columns.items()}
+    row = {"method": one.style(method).name, **cells, "n": str(len(runs))}
+    if paper and first:
+        row[one.about.paper_head] = paper.get(method, "—")
+    epochs = sorted({text(r.config.get("epochs")) for r in one.at(method)["record"]})
+    return row | {"lr": f"{one.best[method]:g}", "epochs": " or ".join(epochs)}
+
+
+def other_rows(one: Setting, columns: Mapping[str, str]) -> Iterator[Row]:
+    """Yield the rows of the reference, and of published results."""
+    if values := one.reference():
+        metric = one.metric if one.highest else one.about.judged.partition(":")[0]
+        head = next(head for head, column in columns.items() if column == metric)
+        _, scale, digits = metric_of(columns[head])
+        yield {"method": one.about.reference[0], head: mean_and_std(values, scale, digits)}
+    for method, value in one.about.paper.get(one.data, {}).items():
+        if method not in one.methods:
+            yield {"method": one.about.style(method).name, one.about.paper_head: value}
+    for name, (head, value) in one.about.published.get(one.data, {}).items():
+        yield {"method": name, head: value}
+
+
+def notes(one: Setting) -> list[str]:
+    """Return the notes with config fields filled in, and what differs from the paper's size."""
+    about = one.about
+    words = {field: " or ".join(sorted(values)) for field, values in one.config.items()}
+    found = [note.format(**words) for note in about.notes]
+    if one.data not in {**about.published, **about.paper}:
+        return found
+    if about.published_note:
+        found.append(about.published_note)
+    changed = {
+        field.replace("_", " "): (value, ours)
+        for field, value in about.paper_size.items()
+        if (ours := words.get(field, MISSING)) != value
+    }
+    if changed:
+        usual, other = (
+            ", ".join(f"{field} {values[i]}" for field, values in changed.items()) for i in (0, 1)
+        )
+        found.append(f"The preset `paper` has {usual}; these runs: {other}.")
+    return found
+
+
+def differences(one: Setting) -> Iterator[Item]:
+    """Yield how each method differs from what it is compared with."""
+    rows = []
+    for method in one.methods:
+        baseline = one.about.baseline(method)
+        row = {"method": one.style(method).name}
+        if one.about.baselines:
+            row["compared with"] = one.about.style(baseline).name
+        pairs = 0
+        for head, column in one.about.differences.items():
+            if change := one.difference(column, method, baseline):
+                interval, pairs = change
+                interval = scaled(interval, metric_of(column.partition(":")[0]).scale)
+                row[head] = signed(interval, one.about.difference_digits)
+        if pairs:
+            rows.append({**row, "n": str(pairs)})
+    if one.about.baselines:
+        note = "Difference of the final values, mean over the seeds that both have [95 % interval]."
+    else:
+        what, _, unit = metric_of(column.partition(":")[0]).label.partition(", ")
+        note = (
+            f"Mean {what}{unit and f' ({unit})'} of these epochs minus that of the standard "
+            "parameterization with the same seed: mean over n seeds [95 % interval]."
+        )
+    if rows:
+        yield Item("Difference" + " to standard" * (not one.about.baselines), frame(rows), [note])
+
+
+def epochs_to_common(one: Setting) -> Iterator[Item]:
+    """Yield the epochs that each method needs to the value that every finished run reaches."""
+    target, needed = one.epochs_to_common(one.about.common)
+    if needed:
+        label, scale, _ = metric_of(one.about.common)
+        what, _, unit = label.partition(", ")
+        value = f"{scale * target:.2f} {unit}".replace("-", "−")
+        rows = [
+            {
+                "method": one.style(method).name,
+                f"epochs to {value}": mean_and_std(epochs, digits=1),
+                "n": str(sum(not math.isnan(x) for x in epochs)),
+            }
+            for method, epochs in needed.items()
+        ]
+        note = (
+            f"First epoch with a {what} of {value} or better, which every finished run "
+            "reaches; mean ± standard deviation over n runs."
+        )
+        yield Item(f"Epochs to the same {what}", frame(rows), [note], folded=True)
+
+
+def epochs_comparison(records: Sequence[RunRecord]) -> str:
+    """Compare in two sentences the epochs that each method of `classify` needs to the same error.
+
+    The empty string if there are fewer than two methods.
+    """
+    (one,) = settings("classify", records)
+    target, needed = one.epochs_to_common(one.about.common)
+    if not needed:
+        return ""
+    texts = [f"{one.style(m).name} {mean_and_std(x, digits=1)}" for m, x in needed.items()]
+    return (
+        f"Every run reaches a training error of {100 * target:.1f} %. Epochs needed for it, mean "
+        f"± standard deviation over {max(map(len, needed.values()))} seeds: {', '.join(texts)}."
+    )
+
+
+def every_rate(every: Sequence[Setting], title: str) -> Iterator[Item]:
+    """Yield the final values at every learning rate of all settings."""
+    rows = []
+    for one in every:
+        columns = next(iter(one.about.results.values()))
+        kept = {k: x for k, x in columns.items() if one.has(x) and "shortest" not in x}
+        for method, rate in one.rates:
+            if len(runs := one.finished(method, rate)):
+                cells = {head: one.cell(column, runs) for head, column in kept.items()}
+                place = {"setting": one.where} if len(every) > 1 else {}
+                row = {"method": one.style(method).name, "lr": f"{rate:g}"}
+                rows.append({**place, **row, **cells, "n": str(len(runs))})
+    if rows:
+        yield Item(title, frame(rows), folded=True)
+
+
+def not_counted(one: Setting) -> Iterator[Item]:
+    """Yield a list of unfinished runs, which no table counts, and of those that diverged."""
+    rows = [
+        {
+            "method": one.style(run["method"]).name,
+            "lr": f"{run['learning_rate']:g}",
+            "seed": str(run["seed"]),
+            "state": run["state"],
+            "progress": progress(run["record"]),
+        }
+        for _, run in one.runs[one.runs["state"] != "finished"].iterrows()
+    ]
+    if rows:
+        note = "Unfinished runs are not counted in any n."
+        yield Item("Not finished, or diverged", frame(rows), [note], folded=True, numeric=False)
+
+
+def times(one: Setting) -> Iterator[Item]:
+    """Yield the time of an epoch, relative to standard."""
+    ended = one.runs[one.runs["state"] != UNFINISHED]
+    if not one.has("seconds:all epochs") or not len(ended):
+        return
+    seconds = {
+        method: [one.series(run, "seconds").mean() for run in runs.index]
+        for method, runs in ended.groupby("method", sort=False)
+    }
+    standard = pd.Series(seconds.get("standard", []), dtype=float).mean()
+    rows = [
+        {
+            "method": one.style(str(method)).name,
+            "seconds per epoch": mean_and_std(values),
+            "relative to standard": mean_and_std([pd.Series(values).mean() / standard]),
+            "n": str(len(values)),
+        }
+        for method, values in seconds.items()
+    ]
+    words = ["Mean over the epochs of a run, then mean ± standard deviation over n runs."]
+    if names := [name for name in MACHINE if len(one.environment[name]) > 1]:
+        words.append(f"Runs differ in {', '.join(names)}: their times are not comparable.")
+    yield Item("Time per epoch", frame(rows), words, folded=True)
+
+
+def provenance(one: Setting) -> Item:
+    """Tabulate all fields of the config, the machine and the versions, over all runs."""
+    fields = {**one.config, **one.environment}
+    changed = [field for field, x in fields.items() if len(x) > 1 and field not in VARIED]
+    words = [f"The runs differ in: {', '.join(changed).replace('_', ' ')}."] if changed else []
+    if any("+" in commit for commit in one.environment["commit"]):
+        words.append("+ after a commit: the code had uncommitted changes.")
+    head = f"value (n = {len(one.runs)} run{'s' * (len(one.runs) != 1)})"
+    rows = [
+        {"setting": field.replace("_", " "), head: shown(values)}
+        for field, values in fields.items()
+    ]
+    return Item("Settings and machine", frame(rows), words, folded=True, numeric=False)
+
+
+def shown(values: Counter[str]) -> str:
+    """List values with the number of runs that have them, numbers in order.
+
+    >>> shown(Counter(["10", "3", "3"]))
+    '3 (n = 2), 10 (n = 1)'
+    """
+    if len(values) == 1:
+        return next(iter(values))
+    ordered = sorted(values, key=lambda x: (len(x) if x.isdecimal() else math.inf, x))
+    return ", ".join(f"{value} (n = {values[value]})" for value in ordered)
+
+
+def frame(rows: Sequence[Row]) -> pd.DataFrame:
+    """Return rows as a frame of text; a dash where a row lacks a column."""
+    found: pd.DataFrame = pd.DataFrame(rows).fillna("—")
+    return found
+
+
+# — Markdown —
+
+INTERVAL = re.compile(r"(?: |&nbsp;)\[([-−+\d.∞]+),(?: |&nbsp;)([-−+\d.∞]+)\]")
+
+
+def markdown(item: Item) -> str:
+    """Render a table with its notes below it.
+
+    >>> table = pd.DataFrame({"name": ["|x|"], "n": ["3"]})
+    >>> print(markdown(Item("T", table, ["Mean over n."])))
+    | name | n |
+    |---|--:|
+    | \\|x\\| | 3 |
+    <BLANKLINE>
+    Mean over n.
+    """
+    assert isinstance(item.body, pd.DataFrame)
+    align = "--:" if item.numeric else "---"
+    rows = [[*item.body.columns], *item.body.to_numpy().tolist()]
+    lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+    lines.insert(1, f"|---|{'|'.join([align] * (len(item.body.columns) - 1))}|")
+    return "\n".join([*lines, *(f"\n{note}" for note in item.notes)])
+
+
+def _cell(content: str) -> str:
+    """Escape a cell; intervals are set in small type, so that tables of ratios fit a screen.
+
+    >>> _cell("1.02 [0.99, 1.05]\\n2")
+    '1.02&nbsp;<sub>0.99‑1.05</sub><br>2'
+    >>> _cell("−0.1 [−0.3, +0.1]")
+    '−0.1&nbsp;<sub>[−0.3,&nbsp;+0.1]</sub>'
+    """
+
+    def small(match: re.Match[str]) -> str:
+        if match[1][0] in "-−+":  # where a dash would be ambiguous
+            return f"&nbsp;<sub>[{match[1]},&nbsp;{match[2]}]</sub>"
+        return f"&nbsp;<sub>{match[1]}\N{NON-BREAKING HYPHEN}{match[2]}</sub>"
+
+    content = content.replace("|", r"\|").replace("\N{NO-BREAK SPACE}", "&nbsp;")
+    content = INTERVAL.sub(small, content).replace(" ± ", "&nbsp;±&nbsp;")
+    return content.replace("\n", "<br>")

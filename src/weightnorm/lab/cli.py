@@ -301,7 +301,7 @@ def report(runs: Path = Path("runs"), /, out: Path = Path("report")) -> None:
 
     Args:
         runs: folder that holds the records.
-        out: folder the page is written to, with PNG and SVG of every figure.
+        out: folder the page is written to, with a file of every figure.
     """
     from weightnorm.lab.report import write_report
 

@@ -87,7 +87,7 @@ def items(record: RunRecord) -> Iterator[Item]:
                 note = f"{row['verdict'].capitalize()}, n = {row['n']}."
                 yield Item(
                     f"Claim {row['id']}: {name}",
-                    partial(claim_figure, row["number"], together),
+                    partial(claim_figure, row, together),
                     [note],
                     folded=True,
                     name=slug(f"claim {record.preset} {row['id']} {name}"),
@@ -118,7 +118,7 @@ def _text(row: Row, field: str) -> str:
     return str(row.get(field, "—"))
 
 
-def claim_figure(number: int, figures: Sequence[dict[str, Any]]) -> Figure:
+def claim_figure(row: Row, figures: Sequence[dict[str, Any]]) -> Figure:
     """Draw the curves of a claim; several figures become panels with one legend.
 
     Values at the cap, which stand for anything above it, lie on a dotted line that says so.
@@ -127,7 +127,7 @@ def claim_figure(number: int, figures: Sequence[dict[str, Any]]) -> Figure:
     names: dict[str, Line2D] = {}
     bands = False
     for axes, figure in zip(grid, figures, strict=True):
-        cap = figure.get("cap", CAPS.get(number))
+        cap = figure.get("cap", CAPS.get(row["number"]))
         styles = line_styles([series["name"] for series in figure["series"]])
         for series, style in zip(figure["series"], styles, strict=True):
             band = (series["low"], series["high"]) if series.get("low") else None
@@ -137,11 +137,12 @@ def claim_figure(number: int, figures: Sequence[dict[str, Any]]) -> Figure:
         if cap and any(y >= cap * (1 - 1e-9) for x in figure["series"] for y in x["y"]):
             axes.axhline(cap, color=INK, linestyle=":", linewidth=1)
             at, words = ("axes fraction", "data"), "capped here: chance, or diverged"
-            axes.annotate(words, (0.01, cap), fontsize=8, va="bottom", xycoords=at)
+            axes.annotate(words, (0.01, cap), fontsize=9, va="bottom", xycoords=at)
     for axes, figure in zip(grid, figures, strict=True):
         scale(axes, figure.get("log_x", False), figure.get("log_y", False))
     grid[0].set_ylabel(figures[0]["y"])
-    legend(drawing, names, "line: mean over seeds; band: range over seeds" if bands else "")
+    words = "; line: mean over seeds; band: range over seeds" if bands else ""
+    legend(drawing, names, f"n = {row['n']}{words}")
     return drawing
 
 

@@ -90,15 +90,16 @@ def _tables(name: str, items: Sequence[Item]) -> dict[str, str]:
 
 
 def _verdicts(sections: Sequence[Section]) -> str:
-    """Return the table of verdicts, with links to the documents of the experiments."""
+    """Return the table of verdicts, a row for each setting, with links to the documents."""
     rows = []
     for section in sections:
         for part in section.parts:
-            link = f"[{part.title}](docs/experiments/{section.experiment}.md)"
-            for i, row in enumerate(part.verdicts):
-                place = {"experiment": "" if i else link, "measured": "" if i else row["measured"]}
-                shown = {k: row[k] for k in ("method", "ours", "standard", "difference")}
-                rows.append({**place, **shown, "": row["mark"], "n": row["n"]})
+            if found := part.verdicts:
+                link = f"[{part.title}](docs/experiments/{section.experiment}.md)"
+                row = {"experiment": link, "measured": found[0]["measured"]}
+                for head in ("method", "ours", "standard", "difference", "mark", "n"):
+                    row[head.replace("mark", "")] = "\n".join(one[head] for one in found)
+                rows.append(row)
     return markdown(Item("", frame(rows), [VERDICTS], numeric=False)) if rows else ""
 
 

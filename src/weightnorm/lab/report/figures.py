@@ -29,11 +29,11 @@ from weightnorm.lab.report.style import INK, MATPLOTLIB, Style
 from weightnorm.lab.report.tables import Setting
 from weightnorm.lab.results import UNFINISHED, number, progress
 
-WIDTH, HEIGHT, LEGEND_ROW = 5.0, 3.1, 0.21
+WIDTH, HEIGHT, LEGEND_ROW = 4.4, 2.9, 0.2
 """Inches; narrow enough that text stays readable on a phone."""
 PANEL_WIDTH = 4.0
-LEGEND_LETTERS, HANDLE_LETTERS = 57, 6
-"""Characters of a legend's row in `WIDTH`, and those that the line before a name takes."""
+LETTERS, HANDLE_LETTERS = 12.5, 6
+"""Characters of a legend in an inch, and those that the line before a name takes."""
 TICKS = 6
 """On a logarithmic axis with at most this many values, one tick at each; else one per decade."""
 MARKERS = 8
@@ -77,7 +77,7 @@ def draw(
 def legend(figure: Figure, names: dict[str, Line2D], note: str = "") -> None:
     """Put the legend below the axes, where it hides nothing, and say what lines and bands are."""
     width, height = figure.get_size_inches()
-    letters = int(LEGEND_LETTERS * width / WIDTH)
+    letters = int(LETTERS * width)
     longest = max(map(len, names), default=0) + HANDLE_LETTERS
     columns = max(1, min(len(names), letters // longest))
     lines = [textwrap.fill(name, max(letters // columns, 20)) for name in names]
@@ -194,7 +194,7 @@ def mark_decay(axes: Axes, one: Setting, unit: str) -> None:
             va="top",
             xycoords=("data", "axes fraction"),
             textcoords="offset points",
-            fontsize=8,
+            fontsize=9,
         )
 
 

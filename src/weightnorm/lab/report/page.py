@@ -45,7 +45,7 @@ def intervals(cell: str) -> str:
 
 TEMPLATES.filters["intervals"] = intervals
 LAST = ("claims", "bench")
-WIDTH, WIDE = re.compile(r'viewBox="0 0 ([\d.]+)'), 450
+WIDTH, WIDE = re.compile(r'viewBox="0 0 ([\d.]+)'), 400
 """Width of a figure in points, and above which it takes two columns."""
 VERDICTS = (
     "Mean ± standard deviation over runs, each method at its best learning rate. Standard: the "

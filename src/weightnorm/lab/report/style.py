@@ -42,7 +42,7 @@ MATPLOTLIB: dict[str, object] = {
     "grid.color": INK,
     "grid.alpha": 0.15,
     "font.size": 11,
-    "legend.fontsize": 10,
+    "legend.fontsize": 9,
     "legend.title_fontsize": 9,
     "legend.frameon": False,
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),

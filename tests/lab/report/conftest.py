@@ -1,4 +1,4 @@
-"""Records of runs, written without training."""
+"""Records of runs, written without training, and one report on them for the whole session."""
 
 import math
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from weightnorm.lab.records import RunRecord, append_row, load_record, write_json
-from weightnorm.lab.reports import report
+from weightnorm.lab.report import write_report
 
 CONFIG = {
     "preset": "cpu",
@@ -15,23 +15,19 @@ CONFIG = {
     "seed": 1,
     "data": "cifar10",
     "epochs": 4,
-    "batch_size": 100,
     "width": 0.25,
     "limit": None,
 }
 SESSION = {
-    "started": "2026-01-01T00:00:00+00:00",
     "commit": "0123456789ab",
-    "weightnorm": "0.1.0",
     "torch": "2.6.0",
     "python": "3.11.7",
     "machine": "A machine",
     "device": "cpu",
     "threads": 2,
     "ranks": 1,
-    "epoch": 0,
 }
-KINDS = {
+ENDS = {
     "standard": 0.50,
     "batch-norm": 0.30,
     "weight-norm": 0.28,
@@ -47,7 +43,6 @@ def write_run(
     label: str | None = None,
     end: float | None = 0.3,
     done: int | None = None,
-    seconds: float = 2.0,
     session: dict | None = None,
     result: dict | None = None,
     metrics: list[dict] | None = None,
@@ -55,58 +50,30 @@ def write_run(
 ) -> RunRecord:
     """A run whose training error falls to `end`; `done` epochs of it if it is not finished."""
     config = CONFIG | config
-    folder = root / experiment / (label or config["preset"])
-    folder /= str(config["parameterization"])
-    folder /= f"lr-{config['learning_rate']:g}/seed-{config['seed']}"
+    folder = root / experiment / (label or config["preset"]) / str(config["parameterization"])
+    folder /= f"lr-{config['learning_rate']}/seed-{config['seed']}"
     folder.mkdir(parents=True)
     head = {"experiment": experiment, "preset": config["preset"], "config": config}
     write_json(folder / "config.json", head)
     append_row(folder / "sessions.jsonl", SESSION | (session or {}))
     count = config["epochs"] if done is None else done
-    rows = metrics
-    if rows is None:
-        rows = [_row(epoch, config, end, seconds) for epoch in range(1, count + 1)]
-    for row in rows:
+    for row in [_row(n, config, end) for n in range(1, count + 1)] if metrics is None else metrics:
         append_row(folder / "metrics.jsonl", row)
     if done is None:
-        last = {"train_error": end, "test_error": end and end / 2, "test_loss": 1.0, "seconds": 8.0}
+        last = {"train_error": end, "test_error": end and end / 2, "seconds": 8.0}
         write_json(folder / "result.json", last if result is None else result)
     return load_record(folder)
 
 
-def _row(epoch: int, config: dict, end: float | None, seconds: float) -> dict:
-    left = 0.9 - 0.25 * math.log(config["epochs"]) / 4
+def _row(epoch: int, config: dict, end: float | None) -> dict:
     share = (epoch - 1) / max(config["epochs"] - 1, 1)
-    error = None if end is None else end + (left - end) * (1 - share) ** 2
-    row = {
-        "epoch": epoch,
-        "train_loss": error and 3 * error,
-        "train_error": error,
-        "test_loss": error,
-        "test_error": error and error / 2,
-        "learning_rate": config["learning_rate"],
-        "seconds": seconds,
-    }
+    error = None if end is None else end + (0.9 - end) * (1 - share) ** 2
+    row = {"epoch": epoch, "train_error": error, "seconds": 2.0}
+    row["learning_rate"] = 1.0 if share <= 0.5 else 0.5
+    row["test_error"] = error and error / 2
     if str(config["parameterization"]).startswith("weight-norm"):
         row |= {"v_norm": 1 + share, "effective_step": 2 / (1 + share)}
     return row
-
-
-def write_grid(root: Path, *, rates=(0.003,), seeds=(1, 2, 3), **config) -> list[RunRecord]:
-    """The five parameterizations at each rate and seed."""
-    return [
-        write_run(
-            root,
-            parameterization=kind,
-            learning_rate=rate,
-            seed=seed,
-            end=min(0.9, error + 0.01 * seed + 0.1 * abs(math.log10(rate / 0.003)) ** 2),
-            **config,
-        )
-        for kind, error in KINDS.items()
-        for rate in rates
-        for seed in seeds
-    ]
 
 
 @pytest.fixture
@@ -115,22 +82,23 @@ def run(tmp_path):
     return lambda **changes: write_run(tmp_path / "runs", **changes)
 
 
-@pytest.fixture
-def grid(tmp_path):
-    """`grid(rates=…, seeds=…)`: five parameterizations below tmp_path/runs, and their records."""
-    return lambda **changes: write_grid(tmp_path / "runs", **changes)
-
-
 @pytest.fixture(scope="session")
 def example(tmp_path_factory):
-    """A folder with a sweep, an unfinished run, an unknown experiment and a damaged record."""
+    """Two rates and two seeds of five methods; a run that is not finished, one that diverged, two
+    other settings; a record of an unknown experiment, a damaged one, and a copy."""
     root = tmp_path_factory.mktemp("example") / "runs"
-    write_grid(root, rates=(0.001, 0.003))
+    for i, (kind, end) in enumerate(ENDS.items()):
+        for rate in (0.001, 0.003):
+            for seed in (1, 2):
+                last = end + 0.01 * (1 + i / 100) * seed + 0.1 * abs(math.log10(rate / 0.003))
+                write_run(root, parameterization=kind, learning_rate=rate, seed=seed, end=last)
     write_run(root, seed=9, done=2)
+    diverged = {"train_error": None, "diverged": {"epoch": 3, "step": 5, "message": "nan"}}
+    write_run(root, learning_rate=0.1, seed=1, result=diverged)
     write_run(root, label="cpu+epochs=3", epochs=3, parameterization="standard")
     write_run(root, preset="demo", data="digits", parameterization="standard")
-    rows = [{"epoch": epoch, "bound": -90.0 + epoch} for epoch in (1, 2)]
-    write_run(root, experiment="other", metrics=rows, result={"bound": -88.0})
+    write_run(root, experiment="other")
+    write_run(root.parent / "elsewhere", seed=2).folder.parents[3].rename(root / "copy")
     damaged = root / "classify" / "cpu" / "standard" / "lr-0.1" / "seed-1"
     damaged.mkdir(parents=True)
     (damaged / "config.json").write_text('{"experiment": "cla')
@@ -140,4 +108,4 @@ def example(tmp_path_factory):
 @pytest.fixture(scope="session")
 def files(example, tmp_path_factory):
     """The report on `example`."""
-    return report(example, tmp_path_factory.mktemp("out"))
+    return write_report(example, tmp_path_factory.mktemp("out"))

@@ -69,6 +69,8 @@ def test_several_parts():
     assert weakest(OPEN, NOT_MEASURED, FALSE) == FALSE
     assert paired([2.0, 6.0], [1.0, 2.0]) == mean_interval([1.0, 4.0])
     assert relative([2.0, 6.0], [1.0, 2.0]) == mean_interval([1.0, 2.0])
+    for one in (paired([9.0], [1.0]), relative([9.0], [1.0]), paired([9.0, math.inf], [1.0, 1.0])):
+        assert above(one, 0.0) == OPEN  # one seed, and a run that diverged, show nothing
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,10 @@ def test_initial_moments():
 def test_batch_norm_in_deep_q_learning():
     low, high = [0.1, 0.11, 0.1], [0.5, 0.5, 0.51]
     learned, not_learned = [0.5, 0.52, 0.5], [0.95, 1.0, 0.9]
-    rule = q_learning.stability_verdicts
+
+    def rule(changed, unexplained):
+        return q_learning.stability_verdicts(*(dict(enumerate(x)) for x in (changed, unexplained)))
+
     unstable = (low, low, high, low)
     assert rule(unstable, (learned, learned, not_learned, learned)) == (TRUE, TRUE)
     assert rule(unstable, (learned, learned, not_learned, not_learned)) == (TRUE, FALSE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
@@ -194,14 +195,25 @@ def weakest(*verdicts: Verdict) -> Verdict:
     return min(verdicts, key=order.index)
 
 
+def interval(values: Sequence[float]) -> Interval:
+    """The mean of independent values; one value, or one that is not finite, shows nothing.
+
+    >>> interval([0.5])
+    Interval(value=0.5, low=-inf, high=inf)
+    """
+    if len(values) > 1 and all(map(math.isfinite, values)):
+        return mean_interval(values)
+    return Interval(fmean(values) if values else math.nan, -math.inf, math.inf)
+
+
 def paired(a: Sequence[float], b: Sequence[float]) -> Interval:
     """Interval of a − b, paired by seed."""
-    return mean_interval([x - y for x, y in zip(a, b, strict=True)])
+    return interval([x - y for x, y in zip(a, b, strict=True)])
 
 
 def relative(a: Sequence[float], b: Sequence[float]) -> Interval:
     """Interval of a/b − 1, paired by seed."""
-    return mean_interval([x / y - 1 for x, y in zip(a, b, strict=True)])
+    return interval([x / y - 1 for x, y in zip(a, b, strict=True)])
 
 
 def percent(x: Interval) -> str:

@@ -30,6 +30,7 @@ from weightnorm.lab.claims.claim import (
     below,
     claim,
     equivalent,
+    interval,
     percent,
     weakest,
 )
@@ -44,7 +45,6 @@ from weightnorm.lab.records import (
 )
 from weightnorm.lab.statistics import (
     Interval,
-    mean_interval,
     paired_differences,
     variance_ratio_interval,
 )
@@ -103,13 +103,6 @@ class Runs:
         """a / b − 1, paired by seed; unbounded with fewer than two common seeds."""
         x, y = self.by_seed(a, value), self.by_seed(b, value)
         return interval([x[seed] / y[seed] - 1 for seed in sorted(x.keys() & y.keys())])
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """The mean of independent values; one value, or one that is not finite, has no interval."""
-    if len(values) > 1 and all(map(math.isfinite, values)):
-        return mean_interval(values)
-    return Interval(fmean(values) if values else math.nan, -math.inf, math.inf)
 
 
 def comparable_runs(folder: Path, experiment: ModuleType) -> list[Runs]:

@@ -59,8 +59,8 @@ FIGURES = {
         "could not be made to work",
         f"Q-learning from a fixed replay of random play, {GAME}, batches of {BATCH}: with batch "
         "norm more unseen states change their greedy action in one update than with the worse of "
-        "the others, and more of the targets' variance is left unexplained, each at the better of two rates by the "
-        "first seed, on the other seeds. Not shown unless the "
+        "the others, and more of the targets' variance is left unexplained; each at "
+        "the better of two rates by the first seed, on the other seeds. Not shown unless the "
         f"others leave less than {100 * LEARNED:g} % unexplained: where nothing was learned, "
         "nothing can be destabilized",
     ),

@@ -7,12 +7,12 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from weightnorm.lab.data.torch_source import Corpus
 
 from pretended_device import DEVICE, failures
 from weightnorm import Parameterization
 from weightnorm.lab import classify, dqn, draw, language, vae
-from weightnorm.lab.data.labelled import Labelled
-from weightnorm.lab.data.torch_source import Corpus
+from weightnorm.lab.data import Labelled
 from weightnorm.lab.environment import Ranks
 from weightnorm.lab.replay_buffer import Transitions
 from weightnorm.lab.run import Run

@@ -12,8 +12,7 @@ from weightnorm import Parameterization, normalized_weights
 from weightnorm.lab import vae
 from weightnorm.lab.cli import main, parse_config
 from weightnorm.lab.config import folder
-from weightnorm.lab.data import cifar10
-from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.data import Labelled
 from weightnorm.lab.environment import Ranks
 from weightnorm.lab.sweep import flags
 from weightnorm.lab.vae import ElboTerms
@@ -182,7 +181,7 @@ def synthetic_cifar10(monkeypatch):
     images = (torch.nn.functional.interpolate(small, scale_factor=8.0) * 255).to(torch.uint8)
     labels = torch.zeros(40, dtype=torch.long)
     data = Labelled(images[:30], labels[:30], images[30:], labels[30:], ("blur",))
-    monkeypatch.setattr(cifar10, "load", lambda _: data)
+    monkeypatch.setattr(vae, "load_cifar10", lambda _: data)
 
 
 @pytest.mark.parametrize("how", vae.Config.COMPARED)

@@ -20,8 +20,14 @@ from torch import Tensor, nn
 from weightnorm import Parameterization, data_dependent_init, folded, init_, parameterize
 from weightnorm.diagnostics import effective_step, v_norms
 from weightnorm.lab.config import Count, Limit, Nonnegative, Range, RunConfig, Several
-from weightnorm.lab.data import cifar10, digits, zca
-from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.data import (
+    DIGITS_TRAIN,
+    Labelled,
+    apply_zca,
+    fit_zca,
+    load_digits,
+    load_whitened_cifar10,
+)
 from weightnorm.lab.environment import autocast
 from weightnorm.lab.errors import require
 from weightnorm.lab.records import RunRecord
@@ -64,7 +70,7 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        available = 50_000 if self.data == "cifar10" else digits.TRAIN
+        available = 50_000 if self.data == "cifar10" else DIGITS_TRAIN
         examples = min(self.limit or available, available)
         alone = examples % self.batch_size == 1  # batch norm has no statistics of one example
         normalized = self.parameterization is Parameterization.BATCH_NORM
@@ -236,9 +242,9 @@ def run(config: Config, console: Console | None = None, data: Labelled | None = 
 def load(config: Config) -> Labelled:
     """Load the whitened images."""
     if config.data == "cifar10":
-        return cifar10.load_whitened(config.data_dir, limit=config.limit)
-    raw = digits.load()
-    whiten = partial(zca.apply, zca.fit(raw.train))
+        return load_whitened_cifar10(config.data_dir, config.limit)
+    raw = load_digits()
+    whiten = partial(apply_zca, fit_zca(raw.train))
     large = partial(F.interpolate, scale_factor=2.0)  # the network halves its input twice
     return replace(
         raw, train=large(whiten(raw.train))[: config.limit], test=large(whiten(raw.test))

@@ -330,17 +330,18 @@ def data(data_dir: Path | None = None, download: tuple[str, ...] = ()) -> None:
         data_dir: folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache.
         download: data sets to download: cifar10, mnist, binarized-mnist, or all.
     """
-    from weightnorm.lab.data import fetch
-    from weightnorm.lab.data.catalog import DATA_SETS
+    from weightnorm.lab.data import DATA_SETS, fetch, file_state
+    from weightnorm.lab.data import data_dir as folder_of
 
     wanted = tuple(DATA_SETS) if "all" in download else download
     for name in [nearest(name, DATA_SETS, "data set") for name in wanted]:
-        fetch.fetch(name, data_dir)
-    for data_set in fetch.status(data_dir):
-        say(f"{data_set.name}: {data_set.folder}")
-        width = max(len(file.path.name) for file in data_set.files)
-        for file in data_set.files:
-            say(f"  {file.path.name:{width}}  {file.state:10} {file.file.size:>11,} bytes")
+        fetch(name, data_dir)
+    for name, data_set in DATA_SETS.items():
+        folder = folder_of(data_dir) / data_set.folder
+        say(f"{name}: {folder}")
+        width = max(map(len, data_set.files))
+        for file, digest in data_set.files.items():
+            say(f"  {file:{width}}  {file_state(folder / file, digest)}")
     say("digits: in scikit-learn")
 
 

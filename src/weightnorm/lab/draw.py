@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_, parametrize
 from weightnorm import Parameterization, folded, parts, weight_norm_model
 from weightnorm.diagnostics import v_norms, weight_rows
 from weightnorm.lab.config import Count, Range, RunConfig, Size
-from weightnorm.lab.data import digits, mnist
+from weightnorm.lab.data import load_binarized_mnist, load_digits
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.run import Run
 
@@ -457,10 +457,10 @@ def run(config: Config, console: Console | None = None) -> RunRecord:
 def load(config: Config) -> tuple[Tensor, Tensor]:
     """Load the binary training and test images: uint8, (N, side²)."""
     if config.data == "digits":
-        raw = digits.load()
+        raw = load_digits()
         train, test = ((images > 128).to(torch.uint8) for images in (raw.train, raw.test))
     else:
-        images = mnist.load_binarized(config.data_dir)
+        images = load_binarized_mnist(config.data_dir)
         train, test = images.train, images.test
     return train[: config.limit].flatten(1), test.flatten(1)
 

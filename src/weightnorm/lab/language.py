@@ -8,9 +8,11 @@ docs/experiments/language.md for the results.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from functools import partial
 from math import log
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,12 +23,13 @@ from torch import Tensor, nn
 from weightnorm import Parameterization, WeightNormOptimizer, functional
 from weightnorm.diagnostics import direction_angle, weight_rows
 from weightnorm.lab.config import Count, Nonnegative, Positive, Probability, RunConfig, Several
-from weightnorm.lab.data import torch_source
-from weightnorm.lab.data.torch_source import Corpus
 from weightnorm.lab.environment import autocast
-from weightnorm.lab.errors import ConfigError, require
+from weightnorm.lab.errors import ConfigError, DataError, require
 from weightnorm.lab.records import RunRecord, read_json, write_json
 from weightnorm.lab.run import Run
+
+HELD_OUT = 10
+"""One file of torch's source in this many is held out."""
 
 NAME = "language"
 TITLE = "Transformer with weight norm in its optimizer (not in the paper)"
@@ -242,6 +245,88 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
+# — the corpus: the Python source of the installed torch package —
+#
+# The files are taken in sorted order of their paths. One in ten is held out for evaluation, chosen
+# by a hash of its path, so that a file stays on the same side in every version of torch.
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to train on and bytes to evaluate on."""
+
+    train: Tensor
+    """(N,), uint8."""
+    test: Tensor
+    digest: str
+    """SHA-256 of both parts."""
+    version: str
+    """Version of the torch package they were read from."""
+
+
+def load_torch_source(root: Path | None = None, version: str = torch.__version__) -> Corpus:
+    """Read the Python source below `root`, by default that of the installed torch package."""
+    root = Path(torch.__file__).parent if root is None else root
+    files = sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix())
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    for path in files:
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from error
+        parts[is_held_out(path.relative_to(root).as_posix())].append(text)
+    train, test = (b"".join(parts[held_out]) for held_out in (False, True))
+    if not train or not test:
+        raise DataError(
+            f"found {len(files)} Python files below {root}, expected those of a torch package; "
+            "install torch from a wheel that contains its source"
+        )
+    digest = hashlib.sha256(train + b"\0" + test).hexdigest()
+    return Corpus(_tensor(train), _tensor(test), digest, version)
+
+
+def is_held_out(path: str) -> bool:
+    """Whether a file, given by its path relative to the package, is held out.
+
+    >>> [is_held_out(path) for path in ("nn/functional.py", "_ops.py")]
+    [False, False]
+    """
+    return hashlib.sha256(path.encode()).digest()[0] % HELD_OUT == 0
+
+
+def _tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def trigram_bits_per_byte(corpus: Corpus) -> float:
+    """Bits per byte of the held-out part under a trigram model of the training part.
+
+    p(c | ab) interpolates relative frequencies of trigrams, bigrams and bytes (Witten & Bell 1991):
+    p(c | h) = (n(hc) + t(h)·p(c | h′)) / (n(h) + t(h)), with t(h) the number of different bytes
+    seen after h and h′ the shorter context.
+    """
+    train, test = (x.long() for x in (corpus.train, corpus.test))
+    p = torch.full((256,), 1 / 256, dtype=torch.float64)
+    for order in range(3):
+        counts = _counts(train, order)  # (256^order, 256)
+        kinds = (counts > 0).sum(1, keepdim=True)
+        total = counts.sum(1, keepdim=True) + kinds
+        shorter = p.reshape(-1, 256).repeat(counts.shape[0] // p.reshape(-1, 256).shape[0], 1)
+        seen = (counts + kinds * shorter) / total.clamp_min(1)
+        p = torch.where(total > 0, seen, shorter)
+    index = test[:-2] * 65_536 + test[1:-1] * 256 + test[2:]
+    return -p.flatten()[index].log2().mean().item()
+
+
+def _counts(text: Tensor, order: int) -> Tensor:
+    """How often each byte follows each context of `order` bytes: (256^order, 256)."""
+    size = len(text) - order
+    index = sum(text[i : i + size] * 256 ** (order - i) for i in range(order + 1))
+    assert isinstance(index, Tensor)
+    counts = torch.bincount(index, minlength=256 ** (order + 1)).double()
+    return counts.view(256**order, 256)
+
+
 # — training —
 
 
@@ -251,7 +336,7 @@ def run(config: Config, console: Console | None = None, corpus: Corpus | None = 
     with Run(NAME, config, PRESETS, console, RESULTS) as run:
         if (record := run.finished) is not None:
             return record
-        corpus = torch_source.load() if corpus is None else corpus
+        corpus = load_torch_source() if corpus is None else corpus
         check_size(corpus, config)
         record_corpus(corpus, run)
         train, test = corpus.train.to(run.device), held_out(corpus, config).to(run.device)
@@ -286,7 +371,7 @@ def run(config: Config, console: Console | None = None, corpus: Corpus | None = 
                 learning_rate=bases[0] * factor,
                 **mean_norms(model, optimizers[0], before),
             )
-        trigram = torch_source.trigram_bits_per_byte(corpus)  # of all held-out text
+        trigram = trigram_bits_per_byte(corpus)  # of all held-out text
         return run.finish({name: run.last.get(name, trigram) for name in RESULTS})
 
 

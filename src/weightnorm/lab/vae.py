@@ -43,7 +43,7 @@ from weightnorm.lab.config import (
     Several,
     Size,
 )
-from weightnorm.lab.data import cifar10, digits, mnist
+from weightnorm.lab.data import binarize, load_cifar10, load_digits, load_mnist
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.run import Run
 
@@ -749,20 +749,20 @@ def load(config: Config) -> tuple[Tensor, Tensor]:
     """Load the training set as uint8 pixels, and the test set as input of the model, the same in
     every run: (N, C, H, W)."""
     if config.data == "digits":
-        raw = digits.load()
+        raw = load_digits()
         train, test = (F.interpolate(x, scale_factor=2.0) for x in (raw.train, raw.test))
     elif config.data == "mnist":
-        raw = mnist.load(config.data_dir)
+        raw = load_mnist(config.data_dir)
         train, test = raw.train.unsqueeze(1), raw.test.unsqueeze(1)
     else:
-        raw = cifar10.load(config.data_dir)
+        raw = load_cifar10(config.data_dir)
         train, test = raw.train, raw.test
     return train[: config.limit], to_input(test, config, torch.Generator().manual_seed(0))
 
 
 def to_input(pixels: Tensor, config: Config, generator: torch.Generator | None = None) -> Tensor:
     """Convert uint8 pixels to the model's input: sampled zeros and ones; on CIFAR-10, 0 to 255."""
-    return pixels.float() if config.data == "cifar10" else mnist.binarize(pixels, generator)
+    return pixels.float() if config.data == "cifar10" else binarize(pixels, generator)
 
 
 def build(config: Config, side: int) -> VAE:

@@ -15,8 +15,14 @@ from torch import Tensor, nn
 
 from weightnorm import data_dependent_init, init_, parameterize, weight_norm
 from weightnorm.lab.classify import ConvPoolCNN
-from weightnorm.lab.data import cifar10, digits, mnist, zca
-from weightnorm.lab.data.labelled import Labelled
+from weightnorm.lab.data import (
+    Labelled,
+    apply_zca,
+    fit_zca_once,
+    load_cifar10,
+    load_digits,
+    load_mnist,
+)
 from weightnorm.lab.errors import RunError
 
 DataName = Literal["digits", "mnist", "cifar10", "cifar10 at 16×16"]
@@ -131,19 +137,19 @@ class Problem:
 def load(data: DataName, folder: Path | None) -> Labelled:
     """Digits or MNIST, standardized, or ZCA-whitened images of CIFAR-10."""
     if not data.startswith("cifar10"):
-        raw = digits.load() if data == "digits" else mnist.load(folder)
+        raw = load_digits() if data == "digits" else load_mnist(folder)
         images = raw.train.float()
         mean, std = images.mean(), images.std()
         train, test = ((x.float() - mean) / std for x in (raw.train, raw.test))
         return Labelled(train, raw.train_labels, test, raw.test_labels, raw.label_names)
-    raw = cifar10.load(folder)
+    raw = load_cifar10(folder)
     halved = data == "cifar10 at 16×16"
     train, test = (downsampled(x) if halved else x for x in (raw.train, raw.test))
-    whitening = zca.fit_once(train)
+    whitening = fit_zca_once(train)
     return Labelled(
-        zca.apply(whitening, train[:10_000]),
+        apply_zca(whitening, train[:10_000]),
         raw.train_labels[:10_000],
-        zca.apply(whitening, test[:2_000]),
+        apply_zca(whitening, test[:2_000]),
         raw.test_labels[:2_000],
         raw.label_names,
     )

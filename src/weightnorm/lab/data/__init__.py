@@ -1,1 +1,0 @@
-"""Data sets as tensors: found or downloaded, verified, then parsed."""

@@ -3,17 +3,17 @@
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
-from weightnorm.lab.data.torch_source import Corpus
 
 from pretended_device import DEVICE, failures
 from weightnorm import Parameterization
 from weightnorm.lab import classify, dqn, draw, language, vae
 from weightnorm.lab.data import Labelled
 from weightnorm.lab.environment import Ranks
+from weightnorm.lab.language import Corpus
 from weightnorm.lab.replay_buffer import Transitions
 from weightnorm.lab.run import Run
 
@@ -88,7 +88,7 @@ def language_steps(optimizer, how):
         language.PRESETS["cpu"], optimizer=optimizer, parameterization=how, steps=3, **sizes
     )
     corpus = Corpus(images(99), images(99), "digest", "2.13.0")
-    stubs = {"torch_source": Mock(load=lambda: corpus), "record_corpus": lambda *_: None}
+    stubs = {"load_torch_source": lambda: corpus, "record_corpus": lambda *_: None}
     train_steps(language, config, **stubs)
 
 

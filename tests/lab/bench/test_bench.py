@@ -276,7 +276,8 @@ def test_the_committed_record_is_readable_and_its_limits_are_those_of_the_text()
     record = load(RESULT)
     goals = [g for b in record["benchmarks"] for c in b["cases"] for g in c["goals"]]
     assert len(goals) > 50
-    assert all(f"{g['limit']:.3g} " in g["goal"] or f"{g['limit']:g}" in g["goal"] for g in goals)
+    exact = [f"{g['limit']:g}" in g["goal"] for g in goals]
+    assert exact.count(False) == 2  # 2/3, printed as 0.667
     assert compare(record, record)
 
 

@@ -17,7 +17,7 @@ LAYERS = [
     "inspection", "layers", "folding", "module_form", "_distributed", "init_report",
     "output_sums", "mean_only", "data_init", "robust_init", "checkpoints", "files",
     "parameterizations",
-    "_in_place", "_unit_passes", "optimizer_state", "optimizer", "diagnostics",
+    "_in_place", "_device_units", "_optimizer_groups", "optimizer", "diagnostics",
     "lab.errors", "lab.files", "lab.data", "lab.records", "lab.config",
     "lab.environment", "lab.progress", "lab.runs", "lab.run", "lab.atari", "lab.replay_buffer",
     "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language",

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from weightnorm import WeightNormOptimizer, functional, parts, units, weight_norm_model
+from weightnorm import (
+    WeightNormOptimizer,
+    _device_units,
+    functional,
+    parts,
+    weight_norm_model,
+)
 from zoo import LAYERS
 
 
@@ -950,7 +956,7 @@ def test_an_exception_on_the_way_to_v_leaves_the_weights(monkeypatch, with_closu
     model = network()
     optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.3, retract=4.0)
     before = copy.deepcopy(model.state_dict())
-    project, calls = units._project, []
+    project, calls = _device_units._project, []
 
     def out_of_memory(*arguments):
         calls.append(1)
@@ -959,7 +965,7 @@ def test_an_exception_on_the_way_to_v_leaves_the_weights(monkeypatch, with_closu
     def closure():
         loss_of(model, 0).backward()
 
-    monkeypatch.setattr(units, "_project", out_of_memory)
+    monkeypatch.setattr(_device_units, "_project", out_of_memory)
     if not with_closure:
         closure()
     with pytest.raises(torch.OutOfMemoryError):
@@ -968,7 +974,7 @@ def test_an_exception_on_the_way_to_v_leaves_the_weights(monkeypatch, with_closu
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], msg=name)
     assert all(model[i].weight.grad is None for i in (0, 2, 5))
-    monkeypatch.setattr(units, "_project", project)
+    monkeypatch.setattr(_device_units, "_project", project)
     closure()
     optimizer.step()
     torch.testing.assert_close(parts_norm(optimizer), torch.full((4,), 4.0, dtype=torch.float64))

@@ -1,18 +1,24 @@
-"""Turn weights into directions and back in their own memory: w ⇄ v, ∇w → ∇v and ∇g (eq. 3).
+"""One weight of the optimizer form: where it lies, its units, and g and ‖v‖ of each.
 
 v = w·(‖v‖/g) differs from w by one number per unit. So a weight can hold v for the time of an
 optimizer step; what has to be kept between steps is g and ‖v‖, two numbers per unit.
 
-Note [cut units]
+Note [units split across ranks]
     Each rank works on its shard of a DTensor. Where a unit lies on several ranks (columns under
     tensor parallelism, transposed convolutions under FSDP2), its squares and products are summed
     over them: one all-reduce for all such weights.
+
+Note [short rows keep their direction]
+    A row of length g = 0 would be w = 0, which has no direction. So the model never gets a row
+    shorter than `SHORTEST`: where |g| is smaller, w = ±SHORTEST·v/‖v‖, while g itself is kept
+    exactly. The error in w is at most 2·10⁻¹². A row that was zero, and whose g is 0, stays zero.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +26,10 @@ from torch import Tensor, nn
 from weightnorm._dtensor import is_sharded, local, placed_like
 from weightnorm._units import EPS, Parts, Units, wide_dtype
 
-Retract = bool | float | Literal["rms"]
+SHORTEST = 2 * EPS
+"""Length of the shortest row in the model, see Note [short rows keep their direction]."""
+
+State = dict[str, Any]
 
 
 class InPlaceWeight:
@@ -31,14 +40,11 @@ class InPlaceWeight:
         weight: a plain parameter, perhaps sharded.
         units: its units, with axes counted from the front.
         blocks: 0 to hand the weight itself to the inner optimizer; n to hand it n matrices that are
-            stacked along axis 0, in the weight's memory.
+            stacked along the first axis or axes, in the weight's memory.
     """
 
     def __init__(self, name: str, weight: nn.Parameter, units: Units, blocks: int = 0) -> None:
         self.name, self.weight, self.units, self.blocks = name, weight, units, blocks
-        self.kept_axes, self.groups = units.kept(weight.ndim), units.groups
-        self.index: Tensor | None = None
-        self.cut: tuple[Any, ...] = ()
         self._locate_units()
         # Two roundings of bfloat16 or float16 per step would lose small updates.
         is_narrow = wide_dtype(weight.dtype) != weight.dtype
@@ -47,25 +53,29 @@ class InPlaceWeight:
         )
         self.directions = self._directions()
         self.bind()
-        norm = self.as_units(self._norm())
+        norm = self.as_units(self.lengths(self.x))
         self.g, self.norm = nn.Parameter(norm.clone()), norm
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what `bind` finds again, and without process groups."""
-        derived = ("x", "stored", "pointer", "index", "cut", "placements")
+    def __getstate__(self) -> State:
+        """Return what `bind` does not find again, without process groups."""
+        derived = ("x", "stored", "bound", "index", "cut", "placements")
         kept = {k: v for k, v in self.__dict__.items() if k not in derived}
         return {**kept, "norm": self.norm.clone()}  # torch cannot copy a DTensor's view
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         self.__dict__.update(state)
-        self.index, self.cut = None, ()
         self._locate_units()
         self.bind()
 
+    # ---- Where the weight and its units lie.
+
     def _locate_units(self) -> None:
-        """Which mesh axes cut units, and where the units' numbers lie."""
+        """Find the mesh axes that split units, and how the numbers per unit are placed."""
+        self.kept_axes, self.groups = self.units.kept(self.weight.ndim), self.units.groups
         self.shape = self.units.shape(self.weight.shape)
         self.placements: Any = None
+        self.index: Tensor | None = None
+        self.cut: tuple[Any, ...] = ()
         if not is_sharded(self.weight):
             return
         from torch.distributed.tensor import Replicate, distribute_tensor
@@ -90,7 +100,7 @@ class InPlaceWeight:
             self.index = mine // (self.weight.shape[0] // self.groups)
 
     def _directions(self) -> list[nn.Parameter]:
-        """The parameters that the inner optimizer moves in place of the weight."""
+        """Return the parameters that the inner optimizer moves in place of the weight."""
         stored = self.master
         if not self.blocks or (self.blocks == 1 and stored.ndim == 2):
             return [stored]
@@ -102,43 +112,34 @@ class InPlaceWeight:
         return [nn.Parameter(m) for m in self._matrices(stored.detach())]
 
     def _matrices(self, x: Tensor) -> list[Tensor]:
-        """The blocks of x as matrices in its memory."""
+        """Return the blocks of x as matrices in its memory."""
+        if len(self.kept_axes) > 1:
+            return [_rows(matrix) for matrix in x.flatten(0, len(self.kept_axes) - 2)]
         if not is_sharded(x):
             return [_rows(block) for block in x.chunk(self.blocks)]
-        shape = (x.shape[0], math.prod(x.shape[1:]))
-        matrix: Tensor = type(x).from_local(
-            _rows(local(x)),
-            x.device_mesh,
-            x.placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=(shape[1], 1),
-        )
-        return [matrix]
+        rows = _rows(local(x))
+        shape = torch.Size((x.shape[0], math.prod(x.shape[1:])))
+        return [_as_dtensor(rows, x, x.placements, shape)]
 
     def bind(self) -> None:
-        """Find the memory again, after the weight has moved to another device or dtype."""
-        if self.copy is None and wide_dtype(self.weight.dtype) != self.weight.dtype:
+        """Find the memory again, after the weight has moved to another device, dtype or storage."""
+        wide = wide_dtype(self.weight.dtype)
+        if self.copy is None and wide != self.weight.dtype:
             raise RuntimeError(
                 f"{self.name} became {self.weight.dtype} after the optimizer was built, so there "
                 "is no float32 copy of it; cast the model first, then build the optimizer"
             )
-        if self.copy is not None and (
-            self.copy.device != self.weight.device
-            or self.copy.dtype != wide_dtype(self.weight.dtype)
+        if self.copy is not None and (self.copy.device, self.copy.dtype) != (
+            self.weight.device,
+            wide,
         ):
-            self.copy.data = self.weight.detach().to(wide_dtype(self.weight.dtype))
-        stored = local(self.master.detach())
-        if self.directions[0] is not self.weight and self.directions[0] is not self.copy:
-            for matrix, memory in zip(
-                self.directions,
-                self._matrices(self.master.detach()),
-                strict=True,
-            ):
+            self.copy.data = self.weight.detach().to(wide)
+        if self.directions[0] is not self.master:
+            matrices = self._matrices(self.master.detach())
+            for matrix, memory in zip(self.directions, matrices, strict=True):
                 set_data(matrix, local(memory))
-        self.pointer, self.stored = local(self.weight).data_ptr(), stored
-        self.strides, self.dtype = stored.stride(), self.weight.dtype
-        self.x, self.axes = self._unit_view(stored)
+        self.bound, self.stored = self._memory(), local(self.master.detach())
+        self.x, self.axes = self._unit_view(self.stored)
         self.rows = self.units.are_rows and self.axes == (1,) and self.x.is_contiguous()
         kept = [1 if axis in self.axes else size for axis, size in enumerate(self.x.shape)]
         if self.index is not None:
@@ -146,41 +147,77 @@ class InPlaceWeight:
         self.kept = torch.Size(kept)
         self.count = self.kept.numel()
 
+    def moved(self) -> bool:
+        """Return whether the weight lies elsewhere than at the last `bind`."""
+        return self._memory() != self.bound
+
+    def _memory(self) -> tuple[Any, ...]:
+        weight = local(self.weight)
+        return weight.data_ptr(), weight.dtype, weight.stride()
+
     @property
     def master(self) -> nn.Parameter:
         """The weight in float32 or wider: itself, or its copy if it is bfloat16 or float16."""
         return self.weight if self.copy is None else self.copy
 
     def fan_in(self) -> int:
-        """Elements per unit; 1 if there are none."""
-        shape = self.weight.shape
-        return max(1, shape.numel() // max(1, math.prod(self.shape)))
+        """Return the number of elements per unit."""
+        return self.units.fan_in(self.weight.shape)
 
-    def moved(self) -> bool:
-        """Whether the weight lies elsewhere than at the last `bind`."""
-        weight = local(self.weight)
-        return weight.data_ptr() != self.pointer or weight.dtype is not self.dtype
+    # ---- Arithmetic with one number per unit. Numbers of a weight are a column, of shape (n, 1).
 
     def unit_view(self, x: Tensor) -> Tensor:
-        """Something laid out as the weight, so that numbers per unit broadcast to it."""
+        """Return something laid out as the weight, so that numbers per unit broadcast to it."""
         if self.rows and x.is_contiguous():
             return x if x.ndim == 2 else x.view(self.x.shape)
         return self._unit_view(x)[0]
 
     def _unit_view(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """The same, and the axes that a norm runs over."""
+        """Return the same, and the axes that a norm runs over."""
         if self.index is not None:
             return x, tuple(range(2, x.ndim))
         if self.units.are_rows and x.ndim > 1 and _has_dense_rows(x):
             return _rows(x), (1,)
+        kept = {*self.kept_axes}
         if self.groups > 1:
-            x, kept = x.unflatten(0, (self.groups, -1)), {0, *(a + 1 for a in self.kept_axes)}
-        else:
-            kept = {*self.kept_axes}
+            x, kept = x.unflatten(0, (self.groups, -1)), {0, *(a + 1 for a in kept)}
         return x, tuple(axis for axis in range(x.ndim) if axis not in kept)
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Return Σ over each unit of this rank's part, as a column."""
+        if self.index is not None:
+            per_row = x.sum(self.axes)
+            total = per_row.new_zeros(self.groups, x.shape[1])
+            return total.index_add_(0, self.index, per_row).view(-1, 1)
+        if not self.axes:
+            return x.reshape(-1, 1).clone()
+        return x.sum(self.axes).reshape(-1, 1)
+
+    def lengths(self, x: Tensor) -> Tensor:
+        """Return the length of every unit of x as a column, summed over ranks."""
+        squares = self.sum(x.square())
+        for group in self.cut:
+            torch.distributed.all_reduce(squares, group=group)
+        return overflow_is_nan(squares.sqrt())
+
+    def spread(self, column: Tensor) -> Tensor:
+        """Return a column so that it broadcasts to `x`."""
+        spread = column.view(self.kept)
+        return spread if self.index is None else spread[self.index]
+
+    def as_units(self, column: Tensor) -> Tensor:
+        """Return a column in the shape of g; sharded if the weight is."""
+        if not is_sharded(self.weight):
+            return column.view(self.shape)
+        here = list(self.shape)
+        for axis in self.kept_axes:
+            here[axis] = local(self.weight).shape[axis]
+        return _as_dtensor(column.view(here), self.weight, self.placements, torch.Size(self.shape))
+
+    # ---- Gradients.
+
     def has_grad(self) -> bool:
-        """Whether there is a gradient; raises if it is sparse."""
+        """Return whether there is a gradient; raise if it is sparse."""
         grad = self.weight.grad
         if grad is not None and grad.layout is not torch.strided:
             raise ValueError(
@@ -190,140 +227,197 @@ class InPlaceWeight:
         return grad is not None
 
     def local_grad(self) -> Tensor:
-        """The gradient as a tensor that may be overwritten, laid out as the weight."""
+        """Return the gradient as a tensor that may be overwritten, laid out as the weight."""
         grad = self.weight.grad
         assert grad is not None
         here = local(placed_like(grad, self.weight)) if is_sharded(self.weight) else grad
-        if here.dtype is not self.stored.dtype or here.stride() != self.strides:
+        if here.dtype is not self.stored.dtype or here.stride() != self.stored.stride():
             here = torch.empty_like(self.stored).copy_(here)
         return here
 
     def replacement(self, grad: Tensor, new: Tensor) -> Tensor:
-        """New values for a result of `local_grad`, as a tensor that takes no further memory."""
-        if grad.untyped_storage().nbytes() == grad.nbytes:
-            return new.as_strided(grad.shape, self.strides)
-        # A view of a bucket of gradients, say: replacing it would not free its memory.
-        return grad.copy_(new.as_strided(grad.shape, self.strides))
+        """Return new values for a result of `local_grad` in a tensor that takes no more memory."""
+        new = new.as_strided(grad.shape, self.stored.stride())
+        # A view of a bucket of gradients, say, is overwritten: its memory would not be freed.
+        return new if grad.untyped_storage().nbytes() == grad.nbytes else grad.copy_(new)
 
-    def _norm(self) -> Tensor:
-        """‖w‖ of every unit as a column, summed over ranks."""
-        squares = self.sum(self.x.square())
-        for group in self.cut:
-            torch.distributed.all_reduce(squares, group=group)
-        return squares.sqrt()
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Σ over each unit of this rank's part, as a column."""
-        if self.index is not None:
-            per_row = x.sum(self.axes)
-            total = per_row.new_zeros(self.groups, x.shape[1])
-            return total.index_add_(0, self.index, per_row).view(-1, 1)
-        if not self.axes:
-            return x.reshape(-1, 1).clone()
-        return x.sum(self.axes).reshape(-1, 1)
-
-    def spread(self, column: Tensor) -> Tensor:
-        """A column of numbers per unit, so that it broadcasts to `x`."""
-        if self.index is not None:
-            return column.view(self.kept)[self.index]
-        return column.view(self.kept)
-
-    def as_units(self, column: Tensor) -> Tensor:
-        """A column in the shape of g; sharded if the weight is."""
-        shape = self.shape
-        if not is_sharded(self.weight):
-            return column.view(shape)
-        here = list(shape)
-        for axis in self.kept_axes:
-            here[axis] = local(self.weight).shape[axis]
-        strides = torch.empty(shape, device="meta").stride()
-        units: Tensor = type(self.weight).from_local(
-            column.view(here),
-            self.weight.device_mesh,
-            self.placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=strides,
-        )
-        return units
-
-    def set_gradients(self, grad: Tensor | None, grad_g: Tensor | None) -> None:
+    def set_gradients(self, grad: Tensor, grad_g: Tensor | None) -> None:
         """Hand ∇v and ∇g to the parameters that the inner optimizer moves."""
         self.g.grad = None if grad_g is None else self.as_units(grad_g)
-        if grad is None:
-            for direction in self.directions:
-                direction.grad = None
+        whole = self._like_weight(grad)
+        if self.directions[0] is self.master:
+            if self.master.grad is not whole:
+                self.master.grad = whole
             return
-        whole = self._like_stored(grad)
-        if self.directions[0] is self.weight:
-            if self.weight.grad is not whole:
-                self.weight.grad = whole
-        elif self.directions[0] is self.copy:
-            self.copy.grad = whole
-        else:
-            for direction, part in zip(self.directions, self._matrices(whole), strict=True):
-                direction.grad = part
+        for direction, part in zip(self.directions, self._matrices(whole), strict=True):
+            direction.grad = part
 
-    def _like_stored(self, here: Tensor) -> Tensor:
+    def _like_weight(self, here: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return here
-        whole: Tensor = type(self.weight).from_local(
-            here,
-            self.weight.device_mesh,
-            self.weight.placements,
-            run_check=False,
-            shape=self.weight.shape,
-            stride=self.weight.stride(),
-        )
-        return whole
+        return _as_dtensor(here, self.weight, self.weight.placements, self.weight.shape)
 
     def clear_gradients(self) -> None:
-        """Drop ∇v and ∇g: they are not ∇w, on which a later backward pass would add."""
-        self.g.grad = self.weight.grad = None
-        if self.directions[0] is not self.weight:
-            for direction in self.directions:
-                direction.grad = None
+        """Drop ∇v and ∇g: they are not ∇w, to which a later backward pass would add."""
+        for parameter in (self.g, self.weight, *self.directions):
+            parameter.grad = None
+
+    # ---- Values.
+
+    def current(self) -> Tensor:
+        """Return this rank's part in float32 or wider, in which elements of a bfloat16 or float16
+        weight that were written to have the written value."""
+        if self.copy is None:
+            return self.stored
+        now, kept = local(self.weight.detach()), self.stored
+        return torch.where(kept.to(now.dtype) == now, kept, now.to(kept.dtype))
 
     def read_copy(self) -> None:
-        """Take over elements of a bfloat16 or float16 weight that were written to."""
+        """Update the float32 copy where the weight was written to."""
         if self.copy is not None:
-            now, kept = local(self.weight.detach()), self.stored
-            self.stored.copy_(torch.where(kept.to(now.dtype) == now, kept, now.to(kept.dtype)))
+            self.stored.copy_(self.current())
 
     def write_copy(self) -> None:
         """Round the float32 copy into the model's weight."""
         if self.copy is not None:
             local(self.weight.detach()).copy_(self.stored)
 
+    def start(self, v_norm: float | None) -> None:
+        """Set ‖v‖ before the first step: to `v_norm`, by default to ‖w‖."""
+        norm = local(self.norm)
+        if v_norm is None:
+            norm.copy_(self.lengths(self._unit_view(self.current())[0]).view(norm.shape))
+            norm.masked_fill_(norm <= EPS, 1.0)  # a zero row has the diagonal direction of norm 1
+        else:
+            norm.fill_(v_norm)
+
+    def set_length(self, length: Tensor | None, log: bool) -> None:
+        """Set g, by default to the ‖w‖ that it is; s = log g for a log-scale."""
+        g = self.g.detach()
+        if length is not None and is_sharded(g):
+            from torch.distributed.tensor import distribute_tensor
+
+            mesh: Any = g.device_mesh
+            length = distribute_tensor(length, mesh, self.placements, src_data_rank=None)
+        if length is not None:
+            g.copy_(length)
+        if log:
+            g.clamp_min_(torch.finfo(g.dtype).tiny).log_()
+
     def parts(self, log: bool) -> Parts:
-        """v and g as new tensors."""
-        self.read_copy()
-        stored = self.master.detach()
+        """Return v and g as new tensors."""
         g = self.g.detach().exp() if log else self.g.detach().clone()
         column, norm = (local(t).reshape(-1, 1) for t in (g, self.norm))
-        length = self._norm()
-        zero = length <= EPS
-        scale = norm / torch.copysign(length.masked_fill(zero, 1.0), column)
-        rounding = 8 * torch.finfo(length.dtype).eps * length
-        written = (column.abs() - length).abs() > rounding  # since the last step: g is ±‖w‖ now
-        column.copy_(torch.where(written, torch.copysign(length, column), column))
-        x = torch.where(self.spread(zero), self.fan_in() ** -0.5, self.x) * self.spread(scale)
-        v = torch.empty_like(local(stored))
+        x = self._unit_view(self.current())[0]
+        length, signed, zero = read_lengths(column, self.lengths(x))
+        column.copy_(length)
+        x = torch.where(self.spread(zero), self.fan_in() ** -0.5, x) * self.spread(norm / signed)
+        v = torch.empty_like(self.stored)
         self._unit_view(v)[0].copy_(x)
-        return Parts(self._like_stored(v), g)
+        return Parts(self._like_weight(v), g)
+
+    # ---- State: one flat dict in torch's layout, with "g", "v_norm" and for bfloat16 or float16
+    # "float32" besides the inner optimizer's keys; those for g are "g.exp_avg" and the like.
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Return the tensors that are kept besides the inner optimizer's state."""
+        own = {"g": self.g, "v_norm": self.norm}
+        if self.copy is not None:
+            own["float32"] = self.copy
+        return {key: value.detach() for key, value in own.items()}
+
+    def check_own_state(self, state: State, *, complete: bool = True) -> None:
+        """Raise unless a state's g and ‖v‖ are those of such a weight."""
+        if complete and not {"g", "v_norm"} <= state.keys():
+            raise ValueError(
+                f"the state has no g for {self.name}; expected one of a WeightNormOptimizer with "
+                "the same weights. To start from a trained model, build the optimizer on it"
+            )
+        for key, ours in self.own_state().items():
+            if key in state and state[key].shape != ours.shape:
+                got, expected = tuple(state[key].shape), tuple(ours.shape)
+                raise ValueError(f"{self.name}: the state's {key} is {got}, expected {expected}")
+
+    def write_own_state(self, state: State) -> None:
+        """Take over g, ‖v‖ and the float32 copy from a state, where it has them."""
+        for key, ours in self.own_state().items():
+            if key in state and local(state[key]).data_ptr() != local(ours).data_ptr():
+                ours.copy_(state[key])
+
+    def joined_state(self, kept: dict[Tensor, State]) -> State:
+        """Return the weight's state under flat keys, given what is kept for v and for g."""
+        state: State = {}
+        for i, direction in enumerate(self.directions):
+            prefix = f"block{i}." if len(self.directions) > 1 else ""
+            state |= {f"{prefix}{k}": x for k, x in kept.get(direction, {}).items()}
+        state |= {f"g.{k}": x for k, x in kept.get(self.g, {}).items()}
+        # torch cannot copy or pickle a view of a DTensor.
+        own = self.own_state().items()
+        return state | {k: x.clone() if is_sharded(x) else x for k, x in own}
+
+    def split_state(self, state: State) -> dict[Tensor, State]:
+        """Return the inner optimizer's state of v and of g, by the parameter that it moves."""
+        split: dict[Tensor, State] = {p: {} for p in (self.g, *self.directions)}
+        for key, value in state.items():
+            prefix, dot, rest = key.partition(".")
+            if dot and prefix == "g":
+                split[self.g][rest] = value
+            elif dot and len(self.directions) > 1 and prefix.startswith("block"):
+                split[self.directions[int(prefix[5:])]][rest] = value
+            elif key not in ("g", "v_norm", "float32"):
+                split[self.directions[0]][key] = value
+        return {p: kept for p, kept in split.items() if kept}
 
 
-def initial_norm(weight: InPlaceWeight, retract: Retract) -> None:
-    """Set ‖v‖ of a weight before the first step: ‖w‖, or what `retract` holds it at."""
-    norm = local(weight.norm)
-    if retract == "rms":
-        norm.fill_(math.sqrt(weight.fan_in()))
-    elif isinstance(retract, float | int) and not isinstance(retract, bool):
-        norm.fill_(float(retract))
-    else:
-        weight.read_copy()
-        norm.copy_(weight._norm().view(norm.shape))
-        norm.masked_fill_(norm <= EPS, 1.0)  # a zero row has the diagonal direction, of length 1
+def read_lengths(g: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (g, ±‖w‖ to divide by, mask of zero rows), given g and ‖w‖.
+
+    g stays as it is where it agrees with ‖w‖, and is ±‖w‖ where w was written to.
+    """
+    zero = length <= EPS
+    g = torch.where(agree(g, length), g, torch.copysign(length, g))
+    return g, torch.copysign(length.masked_fill(zero, 1.0), g), zero
+
+
+def agree(g: Tensor, length: Tensor) -> Tensor:
+    """Return where ‖w‖ is what g gives, but for rounding. False for zero rows and NaN."""
+    size = g.abs().clamp_min_(SHORTEST)
+    return (length - size).abs_() < size.mul_(64 * torch.finfo(g.dtype).eps)
+
+
+def overflow_is_nan(norm: Tensor) -> Tensor:
+    """Replace ∞, in place, by NaN: a sum of squares overflowed, and w/‖w‖ would silently be 0."""
+    return norm.nan_to_num_(nan=math.nan, posinf=math.nan)
+
+
+def separate_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Copy gradients that share memory with another one, since ∇w is overwritten by ∇v."""
+    spans: list[tuple[int, int, int, nn.Parameter]] = []
+    for p in parameters:
+        if p.grad is not None and p.grad.layout is torch.strided:
+            grad = local(p.grad)
+            reach = sum(s * (n - 1) for n, s in zip(grad.shape, grad.stride(), strict=True)) + 1
+            if grad.numel():
+                start = grad.data_ptr()
+                spans.append((start, start + reach * grad.element_size(), len(spans), p))
+    end = 0
+    for start, stop, _, p in sorted(spans):
+        if start < end:
+            assert p.grad is not None
+            p.grad = p.grad.clone()
+        else:
+            end = stop
+
+
+def _as_dtensor(here: Tensor, like: Any, placements: Any, shape: torch.Size) -> Tensor:
+    """Return this rank's part as a DTensor of this shape on the mesh of another one."""
+    strides = like.stride()
+    if shape != like.shape:
+        strides = torch.empty(shape, device="meta").stride()
+    whole: Tensor = type(like).from_local(
+        here, like.device_mesh, placements, run_check=False, shape=shape, stride=strides
+    )
+    return whole
 
 
 def _memory_order(x: Tensor) -> list[int]:
@@ -332,13 +426,13 @@ def _memory_order(x: Tensor) -> list[int]:
 
 
 def _has_dense_rows(x: Tensor) -> bool:
-    """Whether x is a contiguous matrix with axis 0 as its rows, channels-last included."""
+    """Return whether x is a contiguous matrix with axis 0 as rows, channels-last included."""
     order = _memory_order(x)
     return order[0] == 0 and x.permute(order).is_contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as a matrix in its memory; the order of its columns is that of the memory."""
+    """Return x as a matrix in its memory; the order of its columns is that of the memory."""
     if x.ndim < 2 or not _has_dense_rows(x):
         raise ValueError(
             f"a tensor of shape {tuple(x.shape)} and strides {x.stride()} is no matrix in memory; "

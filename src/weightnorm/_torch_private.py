@@ -9,11 +9,15 @@ would cost a call whenever a weight is computed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
 try:
+    from torch import _compile
+    from torch.optim import optimizer
     from torch.utils import _python_dispatch, _pytree
 
     # ---- Kernels.
@@ -39,6 +43,15 @@ try:
     get_tracing_state = torch._C._get_tracing_state
     # ≥ 0 during a backward pass, where activation checkpointing repeats the forward pass.
     current_graph_task_id = torch._C._current_graph_task_id
+
+    # ---- Optimizers.
+    # Hooks that torch.optim.optimizer.register_optimizer_step_{pre,post}_hook registered.
+    GLOBAL_OPTIMIZER_HOOKS: tuple[dict[int, Any], ...] = (
+        optimizer._global_optimizer_pre_hooks,
+        optimizer._global_optimizer_post_hooks,
+    )
+    # torch.compiler.disable, but torch._dynamo is imported when the function is first called.
+    disable_dynamo = _compile._disable_dynamo
 
     # ---- Hooks.
     # Whether a hook is registered for all modules (nn.modules.module.register_module_…_hook);

@@ -79,7 +79,7 @@ def weight_norm(
     """
     _check_changeable(module, "weight_norm")
     names = (name,) if name is not None else layers.weight_names(module) or ("weight",)
-    options = _Options(g, scale, mask, eps, train_g)
+    options = Options(g, scale, mask, eps, train_g)
     _apply([layers.plain_weight(module, n, dim) for n in names], options)
     return module
 
@@ -117,7 +117,7 @@ def weight_norm_model(
     ['0.weight', '2.weight']
     """
     _check_changeable(model, "weight_norm_model")
-    _apply(layers.select(model, where, dim), _Options(g, scale, None, eps, train_g))
+    _apply(layers.select(model, where, dim), Options(g, scale, None, eps, train_g))
     return model
 
 
@@ -178,7 +178,7 @@ def param_groups(
 
 
 @dataclass(frozen=True)
-class _Options:
+class Options:
     """The options of ``weight_norm`` but for the choice of the weight."""
 
     g: float | Tensor | None
@@ -275,7 +275,7 @@ Tied = dict[nn.Parameter, WeightNormParametrizationList]
 """v and g by the parameter that they have replaced."""
 
 
-def _apply(weights: list[PlainWeight], options: _Options, tied: Tied | None = None) -> None:
+def _apply(weights: list[PlainWeight], options: Options, tied: Tied | None = None) -> None:
     """Normalize all weights or none; lazy ones when their module is materialized."""
     for weight in weights:
         options.check(weight)

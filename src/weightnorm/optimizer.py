@@ -7,60 +7,65 @@ optimizer moves v and g; then w = g·v/‖v‖ is written back. The trajectory i
 quantization and checkpoints see an ordinary network.
 
 What differs from the module form: gradient clipping acts on ∇w, an average of the model's
-parameters averages w, and a row that becomes exactly zero loses its direction.
+parameters averages w, and a row with |g| < 2·10⁻¹² has that length in the model, so that it keeps
+its direction.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
-from weightnorm._dtensor import refuse_flattened
-from weightnorm._in_place import InPlaceWeight, Retract, initial_norm
-from weightnorm._unit_passes import DeviceUnits, units_by_device
-from weightnorm._units import Parts
-from weightnorm.layers import Dim, Where, memory_key, select
-from weightnorm.optimizer_state import (
-    OptimizerState,
-    check_state,
-    packed_state,
-    state_by_parameter,
-    unpack_state,
+from weightnorm._device_units import units_by_device
+from weightnorm._in_place import State, separate_gradients
+from weightnorm._optimizer_groups import (
+    Bucket,
+    Factory,
+    adds_decay_to_gradient,
+    build_inner,
+    check_factory,
+    check_options,
+    in_place,
+    moves_matrices,
+    options_of,
+    plain_weights,
 )
+from weightnorm._torch_private import GLOBAL_OPTIMIZER_HOOKS, disable_dynamo
+from weightnorm._units import EPS, Parts, Units
+from weightnorm.layers import Dim, Where
+from weightnorm.module_form import Options
 
-Factory = Callable[..., torch.optim.Optimizer]
-_Owner = tuple[Callable[[], nn.Module | None], str]
-ROLES = ("directions", "lengths", "others")
-DECAYS = ("parts", "w", "g", None)
-_NOT_OPTIONS = ("params", "param_names", *ROLES)
-_MARKS = ("weight_decay_on", "g_scale")
-"""Keys of our groups by which a state of another kind is refused; not for the inner optimizers."""
+_COMPARED = {
+    "weight_decay_on": "weight_decay_on",
+    "scale": "g_scale",
+    "retract": "retract",
+    "v_norm": "v_norm",
+    "project": "project",
+}
+"""Arguments by the group keys that `load_state_dict` compares; not forwarded."""
+_OWN_KEYS = (*_COMPARED.values(), "steps")
+Numbers = list[list[int]]
+"""Numbers of weights, by device."""
 
 
-@dataclass
-class _Bucket:
-    """Parameters that form one parameter group of an inner optimizer.
+class NormalizedInOptimizer(NamedTuple):
+    """A weight that a ``WeightNormOptimizer`` normalizes."""
 
-    g has no group of its own where another one of the same optimizer has the same options:
-    torch.distributed.checkpoint flattens no group without parameters of the model.
-    """
-
-    settings: dict[str, Any]
-    decays: bool
-    """Whether the inner optimizer's weight decay acts on it."""
-    roles: list[str] = field(default_factory=list)
-    shown: list[nn.Parameter] = field(default_factory=list)
-    """The model's parameters, for those who read our groups."""
-    moved: list[nn.Parameter] = field(default_factory=list)
-    """What the inner optimizer gets."""
+    weight: nn.Parameter
+    units: Units
+    v_norm: Tensor
+    """‖v‖ of every unit, in the shape of g."""
+    parts: Parts
+    decay_of_g: float
+    """The weight decay that the inner optimizer applies to g (to s = log g of a log-scale)."""
 
 
 class WeightNormOptimizer(torch.optim.Optimizer):
@@ -77,34 +82,37 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             group's own `lr` is not for an optimizer given as `lengths`.
         lengths: the optimizer of g; by default `inner`.
         others: the optimizer of all other parameters; by default that of g.
-        where: narrows the choice of weights, or widens it to embeddings, as in
-            ``weight_norm_model``.
-        dim: the axis that is kept, or None for one g per tensor; or a function of a layer's name
-            and the layer. By default the axis of the output units.
-        scale: "log" to train s with g = eˢ.
-        train_g: False to leave g as it is.
-        retract: True to restore ‖v‖ after each step, so that the angle of a step depends on the
-            learning rate only; a number to hold ‖v‖ at it; "rms" to hold it at √fan_in.
+        where, dim, g, scale, train_g: as in ``weight_norm_model``. With `g` the model's weights are
+            rescaled, and ‖v‖ starts at their norm before that.
+        retract: how far ‖v‖ is moved back after each step, from 0 (not at all) over 0.5 (half way,
+            a brake) to 1 or True (it is held, so the learning rate alone sets the angle of a step).
+        v_norm: ‖v‖ at the start, and what `retract` moves it to: a number, or a function of the
+            weight's name and the number of steps. By default ‖w‖, and ‖v‖ before the step.
         project: False to hand the inner optimizer (g/‖v‖)∇w instead of ∇v, with its component along
             v. Only with ``train_g=False``.
         normalize_update: True to move v by exactly lr·‖v‖ in the direction in which the inner
             optimizer would. Takes one more copy of the weights during a step.
         weight_decay_on: what the inner optimizers' `weight_decay` acts on, of normalized weights.
-            "parts": v and g, as in the module form. "g": g alone. "w": the weight itself, decoupled
-            as in AdamW: w ← (1 − lr·weight_decay)·w, before each step. None: nothing.
+            "w": the weight itself, w ← (1 − lr·weight_decay)·w before each step, with both numbers
+            from the group of v. "parts": v and g, as in the module form. "g": g alone. None:
+            nothing. "auto": "w", as a user of AdamW expects; "g" for those optimizers of torch
+            that add weight_decay·w to the gradient (SGD, Adam), since the gradient of ‖w‖²/2 is g
+            along g and 0 along v; None with ``train_g=False``.
         matrices: True to hand directions over as matrices: a convolution with one row for each
-            index of axis 0, stacked ones (q, k, v; gates) one by one. By default for
+            index of axis 0, stacked ones (q, k, v; gates; experts) one by one. By default for
             ``torch.optim.Muon``.
         options: for `inner`, such as ``lr=0.001``.
 
     Schedulers, gradient scaling, clipping and accumulation work on it as on any optimizer; if other
     code writes to a weight between steps, the new value is used. At the first step v is w, unless a
-    state was loaded. The gradients of normalized weights are used up by a step: their memory is
-    overwritten, and they are None after it. State is in torch's layout; a weight's has g and ‖v‖
-    besides, and for g what the inner optimizer keeps of it, with keys like "g.exp_avg". Weights may
-    be sharded (FSDP2, tensor parallelism). For bfloat16 and float16 weights a float32 copy is kept,
-    in which v is formed. Build the optimizer after casting the model, and before freezing layers
-    that are to be trained later.
+    state was loaded. `step` overwrites the gradients of normalized weights and sets them to None.
+    Weights may be sharded (FSDP2, tensor parallelism). For bfloat16 and float16 weights a float32
+    copy is kept, in which v is formed. Build the optimizer after casting the model, and before
+    freezing layers that are to be trained later.
+
+    ``state`` is what the next step uses, in torch's layout. That of a weight has g and ‖v‖ besides
+    (the keys "g" and "v_norm"), and for g what the inner optimizer keeps of it, with keys like
+    "g.exp_avg". Removing a weight's state resets its moments; v and g stay.
 
     >>> model = nn.Linear(3, 2)
     >>> optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -124,12 +132,14 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         others: Factory | None = None,
         where: Where | None = None,
         dim: Dim | Callable[[str, nn.Module], Dim] = "auto",
+        g: float | Tensor | None = None,
         scale: Literal["linear", "log"] = "linear",
         train_g: bool = True,
-        retract: Retract = False,
+        retract: float = 0.0,
+        v_norm: float | Callable[[str, int], float] | None = None,
         project: bool = True,
         normalize_update: bool = False,
-        weight_decay_on: Literal["parts", "w", "g"] | None = "parts",
+        weight_decay_on: Literal["auto", "parts", "w", "g"] | None = "auto",
         matrices: bool | None = None,
         **options: Any,
     ) -> None:
@@ -139,112 +149,77 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 "parameters are weights. Write WeightNormOptimizer(model, torch.optim.Adam, lr=…)"
             )
         for argument, factory in {"inner": inner, "lengths": lengths, "others": others}.items():
-            _check_factory(argument, factory, optional=argument != "inner")
+            check_factory(argument, factory, optional=argument != "inner")
         if not isinstance(params, Iterable | None):
             raise TypeError(
                 f"params must be parameters or parameter groups; got {params!r}: pass options of "
                 "the optimizer by name, such as lr=0.001"
             )
-        _check_options(scale, train_g, project, retract, weight_decay_on)
-        matrices = _moves_matrices(inner) if matrices is None else matrices
-        weights, frozen, self._owners = _weights(model, where, dim, matrices)
-        found = {w.weight: w for w in weights}
+        check_options(scale, train_g, project, retract, weight_decay_on)
+        factories: dict[str, Factory] = {"directions": functools.partial(inner, **options)}
+        factories |= {"lengths": lengths} if lengths is not None else {}
+        factories |= {"others": others} if others is not None else {}
+        self._log, self._train_g, self._project = scale == "log", train_g, project
+        self._retract, self._v_norm = float(retract), v_norm
+        self._normalize_update = normalize_update
+        matrices = moves_matrices(inner) if matrices is None else matrices
+        initial = Options(g, scale, None, EPS, train_g)
+        plain, frozen = plain_weights(model, where, dim)
+        lengths_at_start = {p: initial.initial_g(weight) for p, weight in plain.items()}
         self._inner: list[torch.optim.Optimizer] = []
-        self._stepped = False
-        self._is_new = [True]  # a list: torch 2.9 cannot compile an assignment to an attribute
-        if not isinstance(retract, bool | str):
-            retract = float(retract)
-        self._log, self._train_g, self._retract = scale == "log", train_g, retract
-        self._decays_w = weight_decay_on == "w"
-        self._project, self._normalize_update = project, normalize_update
+        self._is_new, self._is_read = True, False
+        self._shown: defaultdict[Any, Any] | None = None
         super().__init__(list(model.parameters()) if params is None else params, {})
-        self._weights = [found[p] for p in self._parameters() if p in found]
+        self._weights = [in_place(plain[p], matrices) for p in self._parameters() if p in plain]
         if not self._weights:
             raise ValueError("`params` has none of the weights to normalize; pass the model's own")
+        self._found = {weight.weight: weight for weight in self._weights}
+        self._owners = {
+            p: (weakref.ref(plain[p].module), plain[p].name)
+            for p in self._found
+            if type(p) is nn.Parameter  # not sharded
+        }
         mine = set(self._parameters())
         self._frozen = {name: weight for name, weight in frozen.items() if weight in mine}
-        for weight in self._weights:
-            initial_norm(weight, retract)
-            if self._log:
-                tiny = torch.finfo(weight.g.dtype).tiny
-                weight.g.detach().copy_(weight.g.detach().clamp_min(tiny).log())
+        self._start()
+        for each in self._weights:
+            each.set_length(lengths_at_start[each.weight], self._log)
         self._units = units_by_device(self._weights, self._log)
-        factories: dict[str, Factory] = {"directions": functools.partial(inner, **options)}
-        if lengths is not None:
-            factories["lengths"] = lengths
-        if others is not None:
-            factories["others"] = others
-        self._build(found, factories, matrices, weight_decay_on)
+        self._build(factories, weight_decay_on, matrices)
+        if g is not None:  # ‖v‖ is that of the weights as they were
+            self._is_new = False
+            with torch.no_grad():
+                for units, every in zip(self._units, self._every_weight(), strict=True):
+                    units.rescale(every)
 
-    def _build(
-        self,
-        found: dict[nn.Parameter, InPlaceWeight],
-        factories: dict[str, Factory],
-        matrices: bool,
-        weight_decay_on: str | None,
-    ) -> None:
+    def _build(self, factories: dict[str, Factory], decay_on: str | None, matrices: bool) -> None:
         """Make the inner optimizers, and one of our groups for each of theirs."""
-        owner = {role: role if role in factories else "directions" for role in ROLES}
-        if "lengths" in factories and "others" not in factories:
-            owner["others"] = "lengths"
-        plans: dict[str, list[_Bucket]] = {name: [] for name in factories}
-        for group in self.param_groups:
-            buckets: dict[tuple[str, bool, str], _Bucket] = {}
-            bare = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
-            for role in ROLES:
-                # A group's learning rate is not that of an optimizer which is for g alone.
-                own = role == owner[role] == "lengths"
-                settings = {k: v for k, v in bare.items() if not (own and k == "lr")}
-                differs = role in group or settings != bare
-                decays = weight_decay_on == "parts" or role in (
-                    "others",
-                    "lengths" if weight_decay_on == "g" else "",
-                )
-                key = owner[role], decays, role if differs else ""
-                if key not in buckets:
-                    buckets[key] = _Bucket({**settings, **group.get(role, {})}, decays)
-                buckets[key].roles.append(role)
-            by_role = {role: bucket for bucket in buckets.values() for role in bucket.roles}
-            for p in group["params"]:
-                if (weight := found.get(p)) is None:
-                    by_role["others"].shown.append(p)
-                    by_role["others"].moved.append(p)
-                    continue
-                by_role["lengths"].moved += [weight.g] if self._train_g else []
-                by_role["directions"].moved += weight.directions
-                by_role["directions"].shown.append(p)
-            for (name, _, _), bucket in buckets.items():
-                plans[name] += [bucket] if bucket.moved else []
-        if matrices and any(p.ndim != 2 for bucket in plans["directions"] for p in bucket.moved):
+        build = functools.partial(build_inner, self.param_groups, self._found, factories)
+        self._inner, self._buckets = build(
+            "parts" if decay_on == "auto" else decay_on, self._train_g
+        )
+        if decay_on == "auto" and any(
+            bucket.has_weights and group.get("weight_decay")
+            for bucket, group in self._inner_groups()
+        ):
+            is_l2 = not self._log and "lengths" not in factories
+            is_l2 &= adds_decay_to_gradient(factories["directions"])
+            decay_on = ("g" if is_l2 else "w") if self._train_g else None
+            self._inner, self._buckets = build(decay_on, self._train_g)
+        elif decay_on in ("w", "g"):
+            for bucket, group in self._inner_groups():
+                if "directions" in bucket.roles and "weight_decay" not in group:
+                    raise ValueError(
+                        f"weight_decay_on={decay_on!r} needs an optimizer with `weight_decay`; it "
+                        f"has {sorted(options_of(group))}"
+                    )
+        if matrices and any(
+            p.ndim != 2 for b in self._buckets if b.optimizer == 0 for p in b.inner_params
+        ):
             raise ValueError(
                 "the optimizer of the directions moves matrices only; give g and all other "
                 "parameters another one: lengths=functools.partial(torch.optim.AdamW, lr=…)"
             )
-        self._slots: list[tuple[int, int]] = []
-        self._undecayed: list[bool] = []
-        marks = {"weight_decay_on": weight_decay_on, "g_scale": "log" if self._log else "linear"}
-        self._group_of: dict[nn.Parameter, int] = {}
-        self.param_groups = []
-        for name, plan in plans.items():
-            if not plan:
-                continue
-            inner = factories[name](
-                [{**bucket.settings, "params": bucket.moved} for bucket in plan]
-            )
-            if not isinstance(inner, torch.optim.Optimizer):
-                raise TypeError(f"expected an optimizer's class, got {type(inner).__name__}")
-            self._inner.append(inner)
-            for i, (bucket, group) in enumerate(zip(plan, inner.param_groups, strict=True)):
-                if not bucket.decays and "directions" in bucket.roles:
-                    _check_decay(group, weight_decay_on)
-                if "directions" in bucket.roles:
-                    number = len(self.param_groups)
-                    self._group_of.update({p: number for p in bucket.shown if p in found})
-                self._slots.append((len(self._inner) - 1, i))
-                self.param_groups.append({"params": bucket.shown, **_settings(group), **marks})
-                self._undecayed.append(not bucket.decays and "weight_decay" in group)
-        self.defaults = _common_defaults(self._inner)
-        self._to_inner()
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._inner) and (
             len(self._inner) > 1 or self._normalize_update
         ):
@@ -253,35 +228,84 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 "optimizers, or have normalize_update; use it for all parameters: "
                 "WeightNormOptimizer(model, torch.optim.LBFGS)"
             )
+        self._decay_on = decay_on
+        marks = {
+            "weight_decay_on": decay_on,
+            "g_scale": "log" if self._log else "linear",
+            "retract": self._retract,
+            "v_norm": "function" if callable(self._v_norm) else self._v_norm,
+            "project": self._project,
+            **({"steps": 0} if callable(self._v_norm) else {}),
+        }
+        self.param_groups = [
+            {"params": bucket.model_params, **options_of(group), **marks}
+            for bucket, group in self._inner_groups()
+        ]
+        self._group_of = {p: i for i, b in enumerate(self._buckets) for p in b.model_params}
+        self._mover = {p: b.optimizer for b in self._buckets for p in b.inner_params}
+        """The number of the inner optimizer that moves a parameter."""
+        # Schedulers read the defaults to know which options every group has.
+        first, *rest = (optimizer.defaults for optimizer in self._inner)
+        self.defaults = {k: v for k, v in first.items() if all(k in one for one in rest)}
+        self._options_to_inner()
         self._ids = [id(p) for p in self._parameters()]
 
+    # ---- Reading.
+
     def parts(self) -> dict[str, Parts]:
-        """v and g of every normalized weight, by its name in the model."""
+        """Return v and g of every normalized weight, by its name in the model."""
+        return {name: weight.parts for name, weight in self.normalized().items()}
+
+    def v_norms(self) -> dict[str, Tensor]:
+        """Return ‖v‖ of every unit of every normalized weight, in the shape of g, by name."""
+        return {name: weight.v_norm for name, weight in self.normalized().items()}
+
+    @torch.no_grad()
+    def normalized(self) -> dict[str, NormalizedInOptimizer]:
+        """Return every normalized weight with its units, ‖v‖, v and g, by its name in the model."""
         self._follow()
-        with torch.no_grad():
-            return {weight.name: weight.parts(self._log) for weight in self._weights}
+        decay = {
+            p: float(group.get("weight_decay", 0.0))
+            for inner in self._inner
+            for group in inner.param_groups
+            for p in group["params"]
+        }
+        return {
+            weight.name: NormalizedInOptimizer(
+                weight.weight,
+                weight.units,
+                weight.norm.detach().clone(),
+                weight.parts(self._log),
+                decay.get(weight.g, 0.0),
+            )
+            for weight in self._weights
+        }
+
+    # ---- Steps.
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the inner optimizers on v, g and all other parameters."""
-        if not torch.compiler.is_compiling():
-            self._check_memory()
-            self._stepped = True  # torch 2.9 cannot compile it
-        self._is_new[0] = False
-        self._to_inner()
+        """Make one step of the inner optimizers on v, g and all other parameters.
+
+        A `closure` is evaluated before anything is changed, and again when the inner optimizer
+        asks for the loss after it has moved parameters.
+        """
         loss = None
-        if closure is not None and len(self._inner) == 1 and not self._normalize_update:
-            loss = self._step_with(closure)
-        else:
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._step()
-        self._from_inner()
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        active = self._begin()
+        try:
+            if closure is None or len(self._inner) > 1 or self._normalize_update:
+                self._move(active)
+            else:
+                loss = self._move_with(closure, loss, active)
+        finally:
+            self._end()
         return loss
 
-    def _step(self) -> None:
-        active = [self._active(units) for units in self._units]
+    def _move(self, active: Numbers) -> None:
+        """Step every inner optimizer once. Alone this is compiled."""
         is_v = self._no_weights()
         try:
             self._to_directions(active, active, is_v)
@@ -292,102 +316,188 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             for inner in self._inner:
                 inner.step()
             for units, which, copies in zip(self._units, active, before, strict=False):
-                units.normalize_update(which, copies, self._learning_rates(units))
+                rates = [self.param_groups[self._group_of[w.weight]]["lr"] for w in units.weights]
+                units.normalize_update(which, copies, rates)
         finally:
-            self._to_weights(is_v, keep_norm=self._retract is not False, clear=True)
+            if not torch.compiler.is_compiling():
+                self._bind_moved()
+            self._to_weights(is_v)
 
-    def _step_with(self, closure: Callable[[], Any]) -> Any:
-        """A step of an optimizer that may evaluate the loss again after moving v and g."""
+    def _move_with(self, closure: Callable[[], Any], loss: Any, active: Numbers) -> Any:
+        """Step an inner optimizer that may evaluate the loss again after moving v and g.
+
+        It may also move weights without gradients, so all are v; those it leaves get back their
+        bits.
+        """
         every = self._every_weight()
-        norms = [units.norm.clone() for units in self._units]
+        idle = [[i for i in a if i not in {*b}] for a, b in zip(every, active, strict=True)]
+        w = [units.copies(which) for units, which in zip(self._units, idle, strict=True)]
+        v: list[list[Tensor]] = [[] for _ in self._units]
         is_v = self._no_weights()
-        is_used = is_decayed = False  # whether gradients are ∇v, and weights have decayed
+        versions: list[int] | None = None
+
+        def restore() -> None:
+            nonlocal is_v
+            self._bind_moved()
+            moved = []
+            for units, numbers, *copies in zip(self._units, is_v, idle, w, v, strict=True):
+                left = set()
+                for i, before, direction in zip(*copies, strict=False):
+                    x = units.weights[i].x
+                    if i in numbers and torch.equal(x, direction):
+                        x.copy_(before)
+                        left.add(i)
+                moved.append([i for i in numbers if i not in left])
+            is_v = self._no_weights()
+            self._to_weights(moved)
 
         def evaluate() -> Any:
-            nonlocal is_v, is_used, is_decayed
-            self._to_weights(is_v, keep_norm=False, clear=is_used)
-            is_v, is_used = self._no_weights(), False
+            nonlocal loss, versions
+            is_known, versions = versions == self._versions(), None
+            if is_known:  # nothing was moved since the closure was evaluated
+                return loss
+            restore()
+            for weight in self._weights:
+                weight.clear_gradients()
             with torch.enable_grad():
                 loss = closure()
-            graded = [self._active(units) for units in self._units]
-            is_used = True
-            self._to_directions(every, graded, is_v)
-            if not is_decayed:  # as without a closure: after the gradient, before the step
-                is_decayed = True
-                self._decay_weights(graded)
+            separate_gradients(self._parameters())
+            self._to_directions(every, self._active(), is_v)
             return loss
 
         try:
-            self._to_directions(every, self._no_weights(), is_v)
+            self._to_directions(every, active, is_v)
+            v = [units.copies(which) for units, which in zip(self._units, idle, strict=True)]
+            self._decay_weights(active)
+            versions = self._versions()
             return self._inner[0].step(evaluate)
         finally:
-            self._to_weights(is_v, keep_norm=False, clear=is_used)
-            if self._retract is not False:
-                for units, norm in zip(self._units, norms, strict=True):
-                    units.norm.copy_(norm)
+            restore()
 
-    @torch.no_grad()
+    def _versions(self) -> list[int]:
+        """Return how often the parameters that the inner optimizers move were written to."""
+        return [p._version for p in self._mover]
+
     def train(self) -> None:
         """Set inner optimizers with modes (schedule-free ones) to training."""
         self._set_mode("train")
 
-    @torch.no_grad()
     def eval(self) -> None:
         """Set inner optimizers with modes (schedule-free ones) to evaluation."""
         self._set_mode("eval")
 
+    @torch.no_grad()
     def _set_mode(self, mode: str) -> None:
-        inner = [o for o in self._inner if hasattr(o, mode)]
+        inner = [optimizer for optimizer in self._inner if hasattr(optimizer, mode)]
         if not inner:
             return
-        self._check_memory()
-        self._is_new[0] = False
+        self._begin()
         is_v = self._no_weights()
         try:
             self._to_directions(self._every_weight(), self._no_weights(), is_v)
             for optimizer in inner:
                 getattr(optimizer, mode)()
         finally:
-            self._to_weights(is_v, keep_norm=self._retract is not False, clear=False)
-        self._from_inner()
+            self._to_weights(is_v)
+            self._end(clear=False)
 
-    def _active(self, units: DeviceUnits) -> list[int]:
-        return [i for i, weight in enumerate(units.weights) if weight.has_grad()]
+    @disable_dynamo
+    def _begin(self) -> Numbers:
+        """Check and prepare all that a step needs; return the numbers of weights with gradients.
 
-    def _no_weights(self) -> list[list[int]]:
+        Not compiled, so what depends on memory, hooks and states holds in a compiled step too.
+        """
+        self._check_memory()
+        active = self._active()
+        self._held = self._norms_to_hold()
+        self._is_new = False
+        separate_gradients(self._parameters())
+        self._options_to_inner()
+        self._state_to_inner()
+        # Hooks registered for all optimizers would see a model that holds v.
+        self._hooks = [(hooks, dict(hooks)) for hooks in GLOBAL_OPTIMIZER_HOOKS]
+        for hooks, _ in self._hooks:
+            hooks.clear()
+        return active
+
+    @disable_dynamo
+    def _end(self, *, clear: bool = True) -> None:
+        """Take over what the inner optimizers left; retract ‖v‖."""
+        for hooks, before in self._hooks:
+            hooks.update(before)
+        for units, held in zip(self._units, self._held, strict=False):
+            units.norm.lerp_(held, self._retract) if self._retract < 1 else units.norm.copy_(held)
+        del self._hooks, self._held
+        for weight in self._weights if clear else ():
+            weight.clear_gradients()
+        self._options_from_inner()
+        for group in self.param_groups:
+            if "steps" in group:
+                group["steps"] += 1
+        if self._is_read and self._shown is not None:
+            self._state_from_inner(self._shown)
+        else:
+            self._shown = None
+
+    def _active(self) -> Numbers:
+        return [[i for i, w in enumerate(u.weights) if w.has_grad()] for u in self._units]
+
+    def _no_weights(self) -> Numbers:
         return [[] for _ in self._units]
 
-    def _every_weight(self) -> list[list[int]]:
+    def _every_weight(self) -> Numbers:
         return [list(range(len(units.weights))) for units in self._units]
 
-    def _to_directions(
-        self, active: list[list[int]], graded: list[list[int]], is_v: list[list[int]]
-    ) -> None:
-        """Turn the active weights into v. `is_v` lists those that are turned already, so that an
-        exception on the way leaves no v behind."""
+    def _to_directions(self, active: Numbers, graded: Numbers, is_v: Numbers) -> None:
         for units, *numbers in zip(self._units, active, graded, is_v, strict=True):
             if numbers[0]:
                 units.to_directions(*numbers, train_g=self._train_g, project=self._project)
 
-    def _to_weights(self, active: list[list[int]], *, keep_norm: bool, clear: bool) -> None:
+    def _to_weights(self, active: Numbers) -> None:
         for units, which in zip(self._units, active, strict=True):
             if which:
-                units.to_weights(which, keep_norm=keep_norm)
-            for weight in units.weights if clear else ():
-                weight.clear_gradients()
+                units.to_weights(which)
 
-    def _decay_weights(self, active: list[list[int]]) -> None:
-        """w ← (1 − lr·weight_decay)·w for ``weight_decay_on="w"``: of w, g alone changes."""
-        if not self._decays_w:
+    def _decay_weights(self, active: Numbers) -> None:
+        """Apply w ← (1 − lr·weight_decay)·w for ``weight_decay_on="w"``: of w, g alone changes."""
+        if self._decay_on != "w":
             return
         for units, which in zip(self._units, active, strict=True):
             for i in which:
                 group = self.param_groups[self._group_of[units.weights[i].weight]]
-                if decay := group["weight_decay"]:
+                if decay := group.get("weight_decay"):
                     units.shrink(i, 1 - float(group["lr"]) * decay)
 
-    def _learning_rates(self, units: DeviceUnits) -> list[Any]:
-        return [self.param_groups[self._group_of[w.weight]]["lr"] for w in units.weights]
+    # ---- ‖v‖.
+
+    def _norm_at(self, name: str, steps: int) -> float | None:
+        """Return what `v_norm` says; raise if it cannot be a norm."""
+        norm = self._v_norm(name, steps) if callable(self._v_norm) else self._v_norm
+        if norm is not None and not (isinstance(norm, Real) and 0 < norm < math.inf):
+            raise ValueError(
+                f"v_norm is {norm!r} for {name} after {steps} steps; expected a positive number"
+            )
+        return None if norm is None else float(norm)
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """Set ‖v‖ as it is before the first step."""
+        for weight in self._weights:
+            weight.start(self._norm_at(weight.name, 0))
+
+    def _norms_to_hold(self) -> list[Tensor]:
+        """Return the ‖v‖ that this step moves to, by device; empty without retraction."""
+        if not self._retract:
+            return []
+        held = [units.norm.clone() for units in self._units]
+        if self._v_norm is not None:
+            steps = self.param_groups[0].get("steps", 0) + 1
+            for units, norm in zip(self._units, held, strict=True):
+                for weight, column in zip(units.weights, norm.split(units.counts), strict=True):
+                    column.fill_(self._norm_at(weight.name, steps) or 1.0)
+        return held
+
+    # ---- Memory.
 
     def _check_memory(self) -> None:
         if [id(p) for p in self._parameters()] != self._ids:
@@ -401,33 +511,36 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                     f"{name} was frozen when the optimizer was built, so it is not normalized, but "
                     "it has a gradient now; build the optimizer again, or before freezing"
                 )
-        if not self._stepped:
+        if self._is_new:
             self._check_owners()
         self._follow()
 
     def _check_owners(self) -> None:
         """Raise if a module has another parameter in place of a weight. Not for sharded weights,
         which FSDP2 replaces by whole ones in a forward and backward pass."""
-        for weight in self._weights:
-            if weight.weight not in self._owners:
-                continue
-            owner, name = self._owners[weight.weight]
+        for weight, (owner, name) in self._owners.items():
             module = owner()
-            if module is not None and module._parameters.get(name) is not weight.weight:
+            if module is not None and module._parameters.get(name) is not weight:
                 raise RuntimeError(
-                    f"{weight.name} is no longer a parameter of the model, which was sharded, "
-                    "normalized or given other weights after the optimizer was built; build the "
-                    "optimizer last"
+                    f"{self._found[weight].name} is no longer a parameter of the model, which was "
+                    "sharded, normalized or given other weights after the optimizer was built; "
+                    "build the optimizer last"
                 )
 
     def _follow(self) -> None:
         """Follow the model to other memory, and before the first step to other weights, such as
         those of rank 0 in DistributedDataParallel: ‖v‖ is their norm."""
+        self._bind_moved()
+        if self._is_new:
+            self._start()
+        for p, state in (self._shown or {}).items():
+            if p in self._found:
+                self._found[p].check_own_state(state, complete=False)
+                self._found[p].write_own_state(state)
+
+    def _bind_moved(self) -> None:
         if any(weight.moved() for weight in self._weights):
             self._bind()
-        if self._is_new[0]:
-            for weight in self._weights:
-                initial_norm(weight, self._retract)
 
     def _bind(self) -> None:
         """Follow the model to another device, dtype or memory."""
@@ -435,78 +548,95 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             weight.bind()
         self._units = units_by_device(self._weights, self._log)
 
-    def _pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Our parameter groups, each with the inner optimizer's."""
-        for group, (i, j) in zip(self.param_groups, self._slots, strict=True):
-            yield group, self._inner[i].param_groups[j]
+    # ---- Options: our groups are what users, schedulers and hooks read and write.
 
-    def _to_inner(self) -> None:
+    def _inner_groups(self) -> Iterator[tuple[Bucket, dict[str, Any]]]:
+        """Yield the parameter groups of the inner optimizers, in the order of ours."""
+        for bucket in self._buckets:
+            yield bucket, self._inner[bucket.optimizer].param_groups[bucket.group]
+
+    def _options_to_inner(self) -> None:
         """Hand the options of our groups to the inner optimizers. Where weight decay does not act
-        on v or g, theirs is 0 and ours is the user's."""
-        for undecayed, (group, inner) in zip(self._undecayed, self._pairs(), strict=True):
-            inner.update(_settings(group, _MARKS))
-            if undecayed:
+        on v or g, the inner value is 0; ours keeps the user's."""
+        for group, (bucket, inner) in zip(self.param_groups, self._inner_groups(), strict=True):
+            inner.update(options_of(group, _OWN_KEYS))
+            if not bucket.decays and "weight_decay" in inner:
                 inner["weight_decay"] = 0.0
+            if self._decay_on == "auto" and bucket.has_weights and inner.get("weight_decay"):
+                raise ValueError(
+                    "weight_decay was 0 when the optimizer was built, so it was not decided what "
+                    'it acts on; build it with weight_decay_on="w" (or "parts", "g")'
+                )
 
-    def _from_inner(self) -> None:
+    def _options_from_inner(self) -> None:
         """Take over what the inner optimizers changed in their groups."""
-        for undecayed, (group, inner) in zip(self._undecayed, self._pairs(), strict=True):
-            group.update(_settings(inner, ("weight_decay",) if undecayed else ()))
+        for group, (bucket, inner) in zip(self.param_groups, self._inner_groups(), strict=True):
+            group.update(options_of(inner, () if bucket.decays else ("weight_decay",)))
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (p for group in self.param_groups for p in group["params"])
 
-    @property  # type: ignore[override]
-    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """What is kept for each of the model's parameters, by parameter. Empty before a step.
+    # ---- State.
 
-        ``optimizer.state.clear()`` and assigning an empty dict reset the inner optimizers: moments
-        and counts are forgotten, v and g stay. To set it, use ``load_state_dict``.
+    @property
+    def state(self) -> defaultdict[Any, Any]:
+        """What the next step uses, by the model's parameters. Empty before a step.
+
+        Until it is read here it lies in the inner optimizers; from then on it lies here between
+        steps, and they get their parts for the time of a step.
         """
-        state = OptimizerState(self._reset)
-        if self._stepped or any(o.state for o in self._inner):
-            state.update(self._state())
-        return state
+        self._is_read = True
+        if self._shown is None:
+            self._shown = defaultdict(dict)
+            self._state_from_inner(self._shown)
+        return self._shown
 
     @state.setter
-    def state(self, value: Mapping[Any, Any]) -> None:
-        if value:
-            raise AttributeError("the state cannot be assigned; use load_state_dict")
-        self._reset()
+    def state(self, value: Any) -> None:
+        self._shown = defaultdict(dict, value)
 
-    def _reset(self) -> None:
+    def _state_to_inner(self) -> None:
+        """Hand the state to the inner optimizers, if it does not lie there."""
+        if self._shown is None:
+            return
         for inner in self._inner:
             inner.state.clear()
-        self._stepped = False
+        for p, state in self._shown.items():
+            parts: dict[Any, State] = {p: state}
+            if p in self._found:
+                parts = self._found[p].split_state(state)
+            for moved, part in parts.items():
+                if moved in self._mover:
+                    self._inner[self._mover[moved]].state[moved] = part
 
-    def _state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        kept: dict[Tensor, dict[str, Any]] = {}
+    def _state_from_inner(self, shown: dict[Any, Any]) -> None:
+        """Take the state back from the inner optimizers."""
+        kept: dict[Any, State] = {}
         for inner in self._inner:
             kept.update(inner.state)
-        found = {weight.weight: weight for weight in self._weights}
-        states: dict[nn.Parameter, dict[str, Any]] = {}
         for p in self._parameters():
-            states[p] = packed_state(found[p], kept) if p in found else kept.get(p, {})
-        return states
+            weight = self._found.get(p)
+            state = kept.get(p, {}) if weight is None else weight.joined_state(kept)
+            ours = shown.setdefault(p, state)
+            if ours is not state:
+                ours.clear()
+                ours.update(state)
+        for inner in self._inner:
+            inner.state.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in torch's layout, g and ‖v‖ included."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        if self._is_new[0]:
-            self._follow()
-        number = {p: i for i, p in enumerate(self._parameters())}
-        state_dict: dict[str, Any] = {
-            "state": {number[p]: dict(state) for p, state in self._state().items()},
-            "param_groups": [
-                {**_settings(group), "params": [number[p] for p in group["params"]]}
-                for group in self.param_groups
-            ],
-        }
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        return state_dict
+        """Return the whole state in torch's layout, g and ‖v‖ included."""
+        self._follow()
+        was_read, shown = self._is_read, self.state
+        chosen = [p for p in self._parameters() if shown or p in self._found]
+        states = {p: {**shown.get(p, {})} for p in chosen}
+        for p, weight in self._found.items():
+            states[p] |= weight.joined_state({})
+        try:
+            self.state = states
+            return super().state_dict()
+        finally:
+            self._shown, self._is_read = shown, was_read
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -514,35 +644,58 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        saved = state_by_parameter(self.param_groups, state_dict)
-        check_state(self._weights, saved)
+        saved = self._saved_by_parameter(state_dict)
         self._check_memory()
-        inner_state: dict[Tensor, dict[str, Any]] = {}
-        found = {weight.weight: weight for weight in self._weights}
-        for p, state in saved.items():
-            if p in found:
-                unpack_state(found[p], state, inner_state)
-            else:
-                inner_state[p] = state
         for group, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(_settings(theirs))
-        self._to_inner()
+            group.update(options_of(theirs, _COMPARED.values()))
+        self._options_to_inner()
+        for p, state in saved.items():
+            if (weight := self._found.get(p)) is not None:
+                if weight.copy is not None:  # a run in float32 has none
+                    state.setdefault("float32", weight.weight.detach())
+                weight.write_own_state(state)
+        self.state = saved
+        self._state_to_inner()
         for inner in self._inner:
-            numbers = {p: n for n, p in enumerate(_params(inner))}
-            inner.load_state_dict(
-                {
-                    "state": {n: inner_state[p] for p, n in numbers.items() if inner_state.get(p)},
-                    "param_groups": [
-                        {**_settings(group), "params": [numbers[p] for p in group["params"]]}
-                        for group in inner.param_groups
-                    ],
-                }
-            )
-        self._from_inner()
-        self._stepped = any(inner.state for inner in self._inner)
-        self._is_new[0] = self._is_new[0] and not saved
+            inner.load_state_dict(inner.state_dict())  # which moves it to devices and types
+        self._options_from_inner()
+        self._shown = defaultdict(dict)
+        if saved:
+            self._is_new = False
+            self._state_from_inner(self._shown)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _saved_by_parameter(self, state_dict: dict[str, Any]) -> dict[nn.Parameter, State]:
+        """Return the saved state of each parameter; raise if it is that of another optimizer."""
+        groups, theirs = self.param_groups, state_dict["param_groups"]
+        decays = any(group.get("weight_decay") for group in (*groups, *theirs))
+        for argument, key in _COMPARED.items():
+            ours = groups[0][key]
+            saved = theirs[0].get(key, ours) if theirs else ours
+            if saved != ours and (decays or key != "weight_decay_on"):
+                raise ValueError(
+                    f"the loaded state dict is of an optimizer with {argument}={saved!r}, this one "
+                    f"has {ours!r}; build it as it was when the state was saved"
+                )
+        if [len(g["params"]) for g in theirs] != [len(g["params"]) for g in groups]:
+            raise ValueError(
+                f"loaded state dict has groups of {[len(g['params']) for g in theirs]} parameters, "
+                f"expected {[len(g['params']) for g in groups]}: it doesn't match the size of "
+                "the optimizer's groups"
+            )
+        numbers = (number for group in theirs for number in group["params"])
+        found = zip(self._parameters(), numbers, strict=True)
+        states = {p: state_dict["state"].get(number) for p, number in found}
+        for p, state in states.items():
+            if (weight := self._found.get(p)) is not None and state:
+                weight.check_own_state(state)
+            elif weight is None and state and "v_norm" in state:
+                raise ValueError(
+                    f"the state has g for a parameter of shape {tuple(p.shape)} that is not "
+                    "normalized here; expected one of a WeightNormOptimizer with the same weights"
+                )
+        return {p: dict(state) for p, state in states.items() if state}
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or a pickle; take the model along in the same one, or its weights are lost."""
@@ -555,7 +708,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         self._bind()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are fixed once the optimizer is built: build another one instead."""
+        """Raise once the optimizer is built: its groups are fixed."""
         if self._inner:
             raise ValueError("add parameter groups by building a new WeightNormOptimizer")
         super().add_param_group(param_group)
@@ -574,137 +727,3 @@ _NOT_COPIED = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-
-
-def _settings(group: dict[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
-    left_out = ("params", "param_names", *without)
-    return {key: value for key, value in group.items() if key not in left_out}
-
-
-def _common_defaults(optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-    """The defaults that all optimizers have, as the first has them: schedulers read them to know
-    which options every group has."""
-    first, *others = (optimizer.defaults for optimizer in optimizers)
-    return {key: value for key, value in first.items() if all(key in one for one in others)}
-
-
-def _params(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _check_factory(argument: str, factory: object, *, optional: bool) -> None:
-    """Check that an inner optimizer is given as a class or function."""
-    if callable(factory) or (optional and factory is None):
-        return
-    if isinstance(factory, torch.optim.Optimizer):
-        got = f"an optimizer that is built already; pass its class, {type(factory).__name__}"
-    else:
-        got = repr(factory)
-    raise TypeError(
-        f"{argument} must be the class of an optimizer, such as torch.optim.Adam, or a function of "
-        f"parameter groups, such as functools.partial(torch.optim.Adam, lr=0.001); got {got}"
-    )
-
-
-def _check_options(
-    scale: str, train_g: bool, project: bool, retract: object, weight_decay_on: str | None
-) -> None:
-    if scale not in ("linear", "log"):
-        raise ValueError(f'scale={scale!r} is unknown; expected "linear" or "log"')
-    if weight_decay_on not in DECAYS:
-        raise ValueError(
-            f"weight_decay_on={weight_decay_on!r} is unknown; expected one of {DECAYS}"
-        )
-    if isinstance(retract, str) and retract != "rms":
-        raise ValueError(f'retract={retract!r} is unknown; expected True, a number or "rms"')
-    if not isinstance(retract, bool | Real | str):
-        raise TypeError(f'retract must be a bool, a number or "rms"; got {retract!r}')
-    if not isinstance(retract, bool | str) and not retract > 0:  # type: ignore[operator]
-        raise ValueError(f"retract={retract} cannot be the norm of v; expected a positive number")
-    if not project and train_g:
-        raise ValueError(
-            "project=False leaves the component of the gradient along v in ∇v, but g is trained by "
-            "it too; pass train_g=False with it"
-        )
-    if not train_g and weight_decay_on in ("w", "g"):
-        raise ValueError(
-            f"weight_decay_on={weight_decay_on!r} would change g, but train_g=False; "
-            "pass weight_decay_on=None"
-        )
-
-
-def _check_decay(group: dict[str, Any], weight_decay_on: str | None) -> None:
-    if weight_decay_on is not None and "weight_decay" not in group:
-        raise ValueError(
-            f"weight_decay_on={weight_decay_on!r} needs an optimizer with `weight_decay`; it has "
-            f"{sorted(_settings(group))}"
-        )
-
-
-def _moves_matrices(inner: Factory) -> bool:
-    """Whether an optimizer takes matrices only."""
-    made = inner.func if isinstance(inner, functools.partial) else inner
-    muon = getattr(torch.optim, "Muon", None)
-    return muon is not None and isinstance(made, type) and issubclass(made, muon)
-
-
-def _stacked(layer: nn.Module, name: str) -> int:
-    """How many matrices a layer stacks along axis 0 of a weight."""
-    if isinstance(layer, nn.MultiheadAttention) and name == "in_proj_weight":
-        return 3
-    if name.startswith("weight_hr"):  # the projection of an LSTM
-        return 1
-    if isinstance(layer, nn.LSTM | nn.LSTMCell):
-        return 4
-    return 3 if isinstance(layer, nn.GRU | nn.GRUCell) else 1
-
-
-def _weights(
-    model: nn.Module,
-    where: Where | None,
-    dim: Dim | Callable[[str, nn.Module], Dim],
-    matrices: bool,
-) -> tuple[list[InPlaceWeight], dict[str, nn.Parameter], dict[nn.Parameter, _Owner]]:
-    """The plain weights to normalize, tied ones once; by name those left out, being frozen; and
-    the modules of the first."""
-    found: dict[nn.Parameter, InPlaceWeight] = {}
-    owners: dict[nn.Parameter, _Owner] = {}
-    frozen: dict[str, nn.Parameter] = {}
-    refuse_flattened(model)
-    for chosen in select(model, where, dim):
-        parameter = chosen.parameter
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"{chosen.path} has no shape yet; run a batch through the model first")
-        if parameter.is_meta:
-            raise ValueError(
-                f"{chosen.path} is on the meta device: there is nothing to decompose; give the "
-                "model memory and values first"
-            )
-        if not parameter.requires_grad:
-            frozen[chosen.path] = parameter
-        elif parameter not in found:
-            blocks = _stacked(chosen.module, chosen.name) if matrices else 0
-            found[parameter] = InPlaceWeight(chosen.path, parameter, chosen.units, blocks=blocks)
-            if type(parameter) is nn.Parameter:  # not sharded
-                owners[parameter] = weakref.ref(chosen.module), chosen.name
-    if not found:
-        raise ValueError(
-            f"nothing to normalize in {type(model).__name__}: all chosen weights are frozen"
-        )
-    _refuse_shared_memory(model, {id(weight) for weight in found})
-    return [*found.values()], frozen, owners
-
-
-def _refuse_shared_memory(model: nn.Module, normalized: set[int]) -> None:
-    """Raise if a normalized weight lies in the memory of another parameter: a step would turn it
-    into v while the other one is updated."""
-    first: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
-    for path, parameter in model.named_parameters():
-        if type(parameter) is not nn.Parameter or not parameter.numel():
-            continue
-        other_path, other = first.setdefault(memory_key(parameter), (path, parameter))
-        if other is not parameter and not normalized.isdisjoint((id(other), id(parameter))):
-            raise ValueError(
-                f"{path} shares its memory with {other_path} but is another parameter; tie them "
-                "as one parameter, as in `b.weight = a.weight`"
-            )

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm._dtensor import whole
-from weightnorm._in_place import InPlaceWeight
 from weightnorm._parametrize import pending_hooks
 from weightnorm._units import EPS
 from weightnorm.inspection import NormalizedWeight, find_normalized
 from weightnorm.layers import layer_weights
-from weightnorm.optimizer import WeightNormOptimizer
+from weightnorm.optimizer import NormalizedInOptimizer, WeightNormOptimizer
 
 LONG = 1e4
 """Ratio ‖v‖/|g| above which a unit is reported: its effective step is close to 0."""
@@ -61,26 +60,32 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
     if optimizer is not None:
         optimizer = unwrapped(optimizer)
     found = list(find_normalized(model))
-    in_optimizer = optimizer._weights if isinstance(optimizer, WeightNormOptimizer) else []
+    in_optimizer = optimizer.normalized() if isinstance(optimizer, WeightNormOptimizer) else {}
     findings = [*_left_out(model, found, in_optimizer)]
     for weight in found:
         findings += [*_stale(weight), *_lengths(weight.path, weight.v_norm(), weight.parts().g)]
     if isinstance(optimizer, WeightNormOptimizer):
-        for plain, (_, g) in zip(in_optimizer, optimizer.parts().values(), strict=True):
-            findings += [*_lengths(plain.name, plain.norm, g)]
-        findings += [*_optimizer_form(optimizer)]
+        options = optimizer.param_groups[0]
+        is_log = options["g_scale"] == "log"
+        for path, each in in_optimizer.items():
+            findings += [*_lengths(path, each.v_norm, each.parts.g)]
+            if each.decay_of_g and (is_log or options["weight_decay_on"] == "parts"):
+                advice = 'pass weight_decay_on=None, or "w" if that is intended'
+                findings.append(Finding(_decayed(is_log), path, advice))
     elif optimizer is not None:
         findings += [*_optimizer(found, optimizer)]
     return findings
 
 
 def _left_out(
-    model: nn.Module, found: list[NormalizedWeight], in_optimizer: list[InPlaceWeight]
+    model: nn.Module,
+    found: list[NormalizedWeight],
+    in_optimizer: dict[str, NormalizedInOptimizer],
 ) -> Iterator[Finding]:
     names = {weight.path for weight in found}
     for path, module in model.named_modules():  # lazy layers, normalized once they have a shape
         names |= {f"{path}.{name}".lstrip(".") for name in pending_hooks(module)}
-    plain = {id(weight.weight) for weight in in_optimizer}
+    plain = {id(weight.weight) for weight in in_optimizer.values()}
     if not (names or plain):
         yield Finding("no weight is normalized", "the model", "apply weight_norm_model to it")
         return
@@ -162,17 +167,6 @@ def _optimizer(
                 _decayed(weight.is_log),
                 weight.path,
                 "put v and g in a parameter group with weight_decay=0",
-            )
-
-
-def _optimizer_form(optimizer: WeightNormOptimizer) -> Iterator[Finding]:
-    decay = {p: x for inner in optimizer._inner for p, x in _weight_decay(inner).items()}
-    for weight in optimizer._weights:
-        if decay.get(id(weight.g), 0):
-            yield Finding(
-                _decayed(optimizer._log),
-                weight.name,
-                'pass weight_decay_on=None, or "w" if that is intended',
             )
 
 

@@ -111,10 +111,9 @@ class TrainingMonitor:
         for weight in find_normalized(self.model):
             yield weight.path, rows_of(weight), weight.v_norm(), weight.parts().g
         if isinstance(self._optimizer, WeightNormOptimizer):
-            parts = self._optimizer.parts().values()
-            for plain, (_, g) in zip(self._optimizer._weights, parts, strict=True):
-                rows = plain.units.rows(whole(plain.master.detach()))
-                yield plain.name, rows, plain.norm, g
+            for name, (_, units, v_norm, (v, g), _) in self._optimizer.normalized().items():
+                w = whole(v) * units.spread(whole(g).sign(), v)
+                yield name, units.rows(w), v_norm, g
 
     def _log(self, tag: str, value: float) -> None:
         self.log(f"{self.prefix}{tag}", value, self.step)

@@ -1,4 +1,8 @@
-"""g and ‖v‖ of all units, and the passes that turn every weight into v and back (eqs. 2 and 3).
+"""g and ‖v‖ of all weights on a device, and the passes between w and v (eqs. 2 and 3).
+
+An optimizer step is `DeviceUnits.to_directions`, the inner optimizer's step, and
+`DeviceUnits.to_weights`. What is read and written: the weights (`InPlaceWeight.x`), their
+gradients, and the vectors `g` and `norm`.
 
 Note [one flat vector]
     The numbers per unit of all weights on a device lie in one vector, so arithmetic on them costs a
@@ -17,7 +21,14 @@ import torch
 from torch import Tensor
 
 from weightnorm._dtensor import local
-from weightnorm._in_place import InPlaceWeight, set_data
+from weightnorm._in_place import (
+    SHORTEST,
+    InPlaceWeight,
+    agree,
+    overflow_is_nan,
+    read_lengths,
+    set_data,
+)
 from weightnorm._torch_private import (
     foreach_add_,
     foreach_mul_,
@@ -36,7 +47,7 @@ class UnitBatch:
         """The weights as tensors that numbers per unit broadcast to."""
         self.counts = [weight.count for weight in self.weights]
         part = slice(start, start + sum(self.counts))
-        self.g, self.norm = units.g[part], units.norm[part]
+        self.g, self.norm, self.was_zero = units.g[part], units.norm[part], units.was_zero[part]
         self.cut = [i for i, weight in enumerate(self.weights) if weight.cut]
         self.rows = self.weights[0].rows and not self.cut
         x = self.xs[0]
@@ -49,31 +60,31 @@ class UnitBatch:
         )
 
     def split(self, column: Tensor) -> Sequence[Tensor]:
-        """A column's part for each weight."""
+        """Return a column's part for each weight."""
         return [column] if len(self.counts) == 1 else column.split_with_sizes(self.counts)
 
     def spread(self, column: Tensor) -> list[Tensor]:
-        """A column's part for each weight, so that it broadcasts to it."""
+        """Return a column's part for each weight, so that it broadcasts to it."""
         parts = self.split(column)
         if self.rows:
             return list(parts)
         return [weight.spread(part) for weight, part in zip(self.weights, parts, strict=True)]
 
     def norms(self) -> Tensor:
-        """‖·‖ of every unit."""
+        """Return the length of every unit; NaN where the sum of its squares overflows."""
         norm = torch.empty_like(self.norm)
         columns = self.split(norm)
         if self.rows:
             for x, column in zip(self.xs, columns, strict=True):
                 torch.linalg.vector_norm(x, 2, 1, True, out=column)
-            return norm
+            return overflow_is_nan(norm)
         for weight, column in zip(self.weights, columns, strict=True):
             column.copy_(weight.sum(weight.x.square()))
         self.sum_over_ranks(columns)
-        return norm.sqrt_()
+        return overflow_is_nan(norm.sqrt_())
 
     def sum_over_ranks(self, columns: Sequence[Tensor]) -> None:
-        """Σ over the ranks that a unit lies on, see Note [cut units]."""
+        """Sum over the ranks that a unit lies on, see Note [units split across ranks]."""
         by_groups: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
         for i in self.cut:
             by_groups[self.weights[i].cut].append(columns[i])
@@ -89,7 +100,7 @@ class UnitBatch:
         foreach_mul_(self.xs, self.spread(factor))
 
     def may_hold_other(self, mask: Tensor) -> bool:
-        """Whether any is false; without reading numbers back from a device, whether it may be."""
+        """Return whether `mask` may contain False: always on accelerators, to avoid a sync."""
         return not self.on_cpu or torch.compiler.is_compiling() or not bool(mask.all())
 
 
@@ -106,6 +117,8 @@ class DeviceUnits:
             torch.cat([local(t.detach()).reshape(-1, 1).to(first) for t in tensors])
             for tensors in ([w.g for w in self.weights], [w.norm for w in self.weights])
         )
+        self.was_zero = torch.zeros_like(self.g, dtype=torch.bool)
+        """Rows that were zero when `to_directions` read them."""
         for weight, g, norm in zip(
             self.weights, self.g.split(self.counts), self.norm.split(self.counts), strict=True
         ):
@@ -114,7 +127,7 @@ class DeviceUnits:
         self._batches: dict[tuple[int, ...], list[UnitBatch]] = {}
 
     def batches(self, active: Sequence[int]) -> list[UnitBatch]:
-        """The active weights in batches."""
+        """Return the active weights in batches."""
         key = tuple(active)
         if key not in self._batches:
             if len(self._batches) >= 8:  # other weights have gradients in every step
@@ -138,29 +151,28 @@ class DeviceUnits:
             yield UnitBatch(self, numbers, starts[numbers[0]])
 
     def lengths(self, batch: UnitBatch) -> Tensor:
-        """g, signed; eˢ for a log-scale."""
+        """Return g, signed; eˢ for a log-scale."""
         return batch.g.exp() if self.log else batch.g
 
     def _read_lengths(self, batch: UnitBatch) -> tuple[Tensor, Tensor]:
-        """(g, ±‖w‖), after weights that were written to and zero rows have been taken care of."""
+        """Return (g, ±‖w‖), after taking care of weights that were written to and zero rows."""
         length = batch.norms()
         g = self.lengths(batch)
-        size = g.abs()
-        # Where ‖w‖ is |g| but for rounding, g stays as it is. False for zero rows and NaN.
-        same = (length - size).abs_() < size.sub_(EPS).mul_(64 * torch.finfo(g.dtype).eps)
-        if batch.may_hold_other(same):
-            g = torch.where(same, g, torch.copysign(length, g))
-            if self.log:
-                tiny = torch.finfo(g.dtype).tiny
-                batch.g.copy_(torch.where(same, batch.g, length.clamp_min(tiny).log()))
-            else:
-                batch.g.copy_(g)
-            # A zero row takes the diagonal direction: as if ‖w‖ were 1, with g = 0.
-            zero = length <= EPS
-            for weight, mask in zip(batch.weights, batch.spread(zero), strict=True):
-                weight.x.masked_fill_(mask, weight.fan_in() ** -0.5)
-            length.masked_fill_(zero, 1.0)
-        return g, torch.copysign(length, g)
+        same = agree(g, length)
+        if not batch.may_hold_other(same):
+            batch.was_zero.zero_()
+            return g, torch.copysign(length, g)
+        g, signed, zero = read_lengths(g, length)
+        if self.log:
+            tiny = torch.finfo(g.dtype).tiny
+            batch.g.copy_(torch.where(same, batch.g, length.clamp_min(tiny).log()))
+        else:
+            batch.g.copy_(g)
+        # A zero row takes the diagonal direction: as if ‖w‖ were 1, with g = 0.
+        for weight, mask in zip(batch.weights, batch.spread(zero), strict=True):
+            weight.x.masked_fill_(mask, weight.fan_in() ** -0.5)
+        batch.was_zero.copy_(zero)
+        return g, signed
 
     def to_directions(
         self,
@@ -173,9 +185,14 @@ class DeviceUnits:
     ) -> None:
         """Overwrite w by v, and replace ∇w by ∇v in those weights that are `graded`; set their ∇g.
 
-        Weights that hold v are added to `is_v`, batch by batch.
-
         With g signed and L = ±‖w‖: v = w·‖v‖/L, ∇g = ∇w·w/L, ∇v = (g/‖v‖)(∇w − (∇g/L)w).
+
+        Args:
+            active, graded: numbers of weights.
+            is_v: gets the numbers of those that hold v, batch by batch, so that `to_weights` can
+                undo what an exception interrupts.
+            train_g: whether ∇g is set.
+            project: False for ∇v = (g/‖v‖)∇w.
         """
         for i in active:
             self.weights[i].read_copy()
@@ -193,6 +210,15 @@ class DeviceUnits:
             batch.scale(factor)
             is_v += batch.numbers
 
+    def rescale(self, active: Sequence[int]) -> None:
+        """Give weights, whatever their length is, the length g; ‖v‖ stays."""
+        g = self.g.clone()
+        self.to_directions(active, (), [], train_g=False, project=False)
+        self.g.copy_(g)
+        norm = self.norm.clone()
+        self.to_weights(active)
+        self.norm.copy_(norm)
+
     def shrink(self, i: int, factor: float) -> None:
         """Multiply g of one weight."""
         g = self.g.split(self.counts)[i]
@@ -207,7 +233,7 @@ class DeviceUnits:
             g.mul_(factor)
 
     def copies(self, active: Sequence[int]) -> list[Tensor]:
-        """The active weights as they are now."""
+        """Return copies of the active weights."""
         return [self.weights[i].x.clone() for i in active]
 
     def normalize_update(
@@ -226,19 +252,20 @@ class DeviceUnits:
             batch.scale(factor)
         foreach_add_(now, before)
 
-    def to_weights(self, active: Sequence[int], *, keep_norm: bool) -> None:
-        """Overwrite v by w = g·v/‖v‖ (eq. 2), and take over ‖v‖ unless it is retracted."""
+    def to_weights(self, active: Sequence[int]) -> None:
+        """Overwrite v by w = g·v/‖v‖ (eq. 2), and keep the new ‖v‖."""
         for batch in self.batches(active):
-            norm = batch.norms()
-            factor = self.lengths(batch) / norm
-            alive = norm > EPS
-            if batch.may_hold_other(alive):
+            norm, g = batch.norms(), self.lengths(batch)
+            size = g.abs()
+            factor = g / norm
+            if batch.may_hold_other(torch.minimum(norm, size) > SHORTEST):
                 zero = norm <= EPS  # not NaN
-                factor.masked_fill_(zero, 0.0)
+                # See Note [short rows keep their direction].
+                factor = torch.copysign(size.clamp_min_(SHORTEST), g) / norm
+                factor.masked_fill_(zero | (batch.was_zero & (g == 0)), 0.0)
                 norm = torch.where(zero, batch.norm, norm)
             batch.scale(factor)
-            if not keep_norm:
-                batch.norm.copy_(norm)
+            batch.norm.copy_(norm)
         for i in active:
             self.weights[i].write_copy()
 
@@ -278,8 +305,6 @@ def _project(
 ) -> None:
     """Overwrite ∇w by ∇v, or by (g/‖v‖)∇w without `project`; set ∇g."""
     gradients = {k: batch.weights[k].local_grad() for k in which}
-    if not torch.compiler.is_compiling() and len({*map(id, gradients.values())}) < len(which):
-        gradients = {k: grad.clone() for k, grad in gradients.items()}  # one tensor for several
     views = {k: batch.weights[k].unit_view(grad) for k, grad in gradients.items()}
     dot = torch.zeros_like(g)
     if project or train_g:
@@ -300,7 +325,7 @@ def _project(
 
 
 def units_by_device(weights: Iterable[InPlaceWeight], log: bool) -> list[DeviceUnits]:
-    """One `DeviceUnits` for each device and dtype."""
+    """Return one `DeviceUnits` for each device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[InPlaceWeight]] = defaultdict(list)
     for weight in weights:
         found[weight.stored.device, weight.stored.dtype].append(weight)

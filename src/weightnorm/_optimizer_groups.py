@@ -1,0 +1,221 @@
+"""What the optimizer form is built from: chosen weights, and groups for inner optimizers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from weightnorm._dtensor import refuse_flattened
+from weightnorm._in_place import InPlaceWeight
+from weightnorm.layers import Dim, PlainWeight, Where, memory_key, select
+
+Factory = Callable[..., torch.optim.Optimizer]
+ROLES = ("directions", "lengths", "others")
+DECAYS = ("auto", "parts", "w", "g", None)
+_NOT_OPTIONS = ("params", "param_names")
+
+
+@dataclass
+class Bucket:
+    """Parameters that form one parameter group of an inner optimizer.
+
+    g has no group of its own where another one of the same optimizer has the same options:
+    torch.distributed.checkpoint cannot flatten a group without model parameters.
+    """
+
+    settings: dict[str, Any]
+    decays: bool
+    """Whether the inner optimizer's weight decay acts on it."""
+    roles: list[str] = field(default_factory=list)
+    model_params: list[nn.Parameter] = field(default_factory=list)
+    inner_params: list[nn.Parameter] = field(default_factory=list)
+    has_weights: bool = False
+    """Whether v or g of a normalized weight is among them."""
+    optimizer: int = 0
+    group: int = 0
+    """The numbers of the inner optimizer and of its group."""
+
+
+def build_inner(
+    groups: list[dict[str, Any]],
+    found: dict[nn.Parameter, InPlaceWeight],
+    factories: dict[str, Factory],
+    decay_on: str | None,
+    train_g: bool,
+) -> tuple[list[torch.optim.Optimizer], list[Bucket]]:
+    """Return the inner optimizers and their groups, given the user's groups."""
+    owner = {role: role if role in factories else "directions" for role in ROLES}
+    if "lengths" in factories and "others" not in factories:
+        owner["others"] = "lengths"
+    decaying = {"others", *{"parts": ROLES, "g": ("lengths",)}.get(decay_on or "", ())}
+    plans: dict[str, list[Bucket]] = {name: [] for name in factories}
+    for group in groups:
+        buckets: dict[tuple[str, bool, str], Bucket] = {}
+        bare = options_of(group, ROLES)
+        for role in ROLES:
+            # A group's learning rate is not that of an optimizer which is for g alone.
+            own = role == owner[role] == "lengths"
+            settings = {k: v for k, v in bare.items() if not (own and k == "lr")}
+            differs = role in group or settings != bare
+            key = owner[role], role in decaying, role if differs else ""
+            if key not in buckets:
+                buckets[key] = Bucket({**settings, **group.get(role, {})}, role in decaying)
+            buckets[key].roles.append(role)
+        by_role = {role: bucket for bucket in buckets.values() for role in bucket.roles}
+        for p in group["params"]:
+            weight = found.get(p)
+            moved = by_role["others" if weight is None else "directions"]
+            moved.model_params.append(p)
+            moved.inner_params += [p] if weight is None else weight.directions
+            moved.has_weights |= weight is not None
+            if weight is not None and train_g:
+                by_role["lengths"].inner_params.append(weight.g)
+                by_role["lengths"].has_weights = True
+        for (name, _, _), bucket in buckets.items():
+            plans[name] += [bucket] if bucket.inner_params else []
+    optimizers: list[torch.optim.Optimizer] = []
+    for name, plan in plans.items():
+        for i, bucket in enumerate(plan):
+            bucket.optimizer, bucket.group = len(optimizers), i
+        if plan:
+            inner = factories[name]([{**b.settings, "params": b.inner_params} for b in plan])
+            if not isinstance(inner, torch.optim.Optimizer):
+                raise TypeError(f"expected an optimizer's class, got {type(inner).__name__}")
+            optimizers.append(inner)
+    return optimizers, [bucket for plan in plans.values() for bucket in plan]
+
+
+def options_of(group: dict[str, Any], without: Iterable[str] = ()) -> dict[str, Any]:
+    """Return a group's options."""
+    return {k: v for k, v in group.items() if k not in (*_NOT_OPTIONS, *without)}
+
+
+def plain_weights(
+    model: nn.Module, where: Where | None, dim: Dim | Callable[[str, nn.Module], Dim]
+) -> tuple[dict[nn.Parameter, PlainWeight], dict[str, nn.Parameter]]:
+    """Return the weights to normalize, tied ones once, and by name those that are frozen."""
+    found: dict[nn.Parameter, PlainWeight] = {}
+    frozen: dict[str, nn.Parameter] = {}
+    refuse_flattened(model)
+    for chosen in select(model, where, dim):
+        parameter = chosen.parameter
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"{chosen.path} has no shape yet; run a batch through the model first")
+        if parameter.is_meta:
+            raise ValueError(
+                f"{chosen.path} is on the meta device: there is nothing to decompose; give the "
+                "model memory and values first"
+            )
+        if parameter.requires_grad:
+            found.setdefault(parameter, chosen)
+        else:
+            frozen[chosen.path] = parameter
+    if not found:
+        raise ValueError(
+            f"nothing to normalize in {type(model).__name__}: all chosen weights are frozen"
+        )
+    _refuse_shared_memory(model, {id(weight) for weight in found})
+    return found, frozen
+
+
+def _refuse_shared_memory(model: nn.Module, normalized: set[int]) -> None:
+    """Raise if a normalized weight lies in the memory of another parameter: a step would turn it
+    into v while the other one is updated."""
+    first: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
+    for path, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter or not parameter.numel():
+            continue
+        other_path, other = first.setdefault(memory_key(parameter), (path, parameter))
+        if other is not parameter and not normalized.isdisjoint((id(other), id(parameter))):
+            raise ValueError(
+                f"{path} shares its memory with {other_path} but is another parameter; tie them "
+                "as one parameter, as in `b.weight = a.weight`"
+            )
+
+
+def in_place(weight: PlainWeight, matrices: bool) -> InPlaceWeight:
+    """Return a weight with g and ‖v‖; with `matrices`, one that hands over its matrices."""
+    units, shape = weight.units, weight.parameter.shape
+    blocks = _stacked(weight.module, weight.name)
+    if isinstance(units.dim, tuple):  # a stack of matrices
+        blocks = shape[: len(units.dim) - 1].numel()
+    return InPlaceWeight(weight.path, weight.parameter, units, blocks=blocks if matrices else 0)
+
+
+def _stacked(layer: nn.Module, name: str) -> int:
+    """Return how many matrices a layer stacks along axis 0 of a weight."""
+    if isinstance(layer, nn.MultiheadAttention) and name == "in_proj_weight":
+        return 3
+    if name.startswith("weight_hr"):  # the projection of an LSTM
+        return 1
+    if isinstance(layer, nn.LSTM | nn.LSTMCell):
+        return 4
+    return 3 if isinstance(layer, nn.GRU | nn.GRUCell) else 1
+
+
+def check_factory(argument: str, factory: object, *, optional: bool) -> None:
+    """Check that an inner optimizer is given as a class or function."""
+    if callable(factory) or (optional and factory is None):
+        return
+    if isinstance(factory, torch.optim.Optimizer):
+        got = f"an optimizer that is built already; pass its class, {type(factory).__name__}"
+    else:
+        got = repr(factory)
+    raise TypeError(
+        f"{argument} must be the class of an optimizer, such as torch.optim.Adam, or a function of "
+        f"parameter groups, such as functools.partial(torch.optim.Adam, lr=0.001); got {got}"
+    )
+
+
+def check_options(
+    scale: str, train_g: bool, project: bool, retract: Any, weight_decay_on: str | None
+) -> None:
+    """Raise for options that cannot work."""
+    if scale not in ("linear", "log"):
+        raise ValueError(f'scale={scale!r} is unknown; expected "linear" or "log"')
+    if weight_decay_on not in DECAYS:
+        raise ValueError(
+            f"weight_decay_on={weight_decay_on!r} is unknown; expected one of {DECAYS}"
+        )
+    if not (isinstance(retract, Real) and 0 <= float(retract) <= 1):
+        raise ValueError(
+            f"retract={retract!r}; expected a number from 0 (no retraction) to 1 (‖v‖ is held); "
+            "the norm to hold it at is `v_norm`"
+        )
+    if not project and train_g:
+        raise ValueError(
+            "project=False leaves the component of the gradient along v in ∇v, but g is trained by "
+            "it too; pass train_g=False with it"
+        )
+    if not train_g and weight_decay_on in ("w", "g"):
+        raise ValueError(
+            f"weight_decay_on={weight_decay_on!r} would change g, but train_g=False; "
+            "pass weight_decay_on=None"
+        )
+
+
+def moves_matrices(inner: Factory) -> bool:
+    """Return whether an optimizer takes matrices only."""
+    return _is_one_of(inner, "Muon")
+
+
+def adds_decay_to_gradient(inner: Factory) -> bool:
+    """Return whether this is an optimizer of torch whose `weight_decay` is added to the gradient,
+    as weight_decay·w."""
+    if isinstance(inner, functools.partial) and inner.keywords.get("decoupled_weight_decay"):
+        return False
+    l2 = ("SGD", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD")
+    return _is_one_of(inner, *l2) and not _is_one_of(inner, "AdamW")
+
+
+def _is_one_of(inner: Factory, *names: str) -> bool:
+    made = inner.func if isinstance(inner, functools.partial) else inner
+    classes = tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
+    return isinstance(made, type) and issubclass(made, classes)

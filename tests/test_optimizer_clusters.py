@@ -58,7 +58,7 @@ FORMS = {
         m, torch.optim.SGD, lr=0.1, momentum=0.9, lengths=adam
     ),
     "muon": lambda m: WeightNormOptimizer(
-        m, torch.optim.Muon, lr=0.02, lengths=adam, where=lambda n, _: n != "1"
+        m, torch.optim.Muon, lr=0.02, lengths=adam, where=lambda n, _: n != "1.weight"
     ),
     "retracted": lambda m: WeightNormOptimizer(
         m, torch.optim.SGD, lr=0.1, dim=None, train_g=False, retract=True, normalize_update=True

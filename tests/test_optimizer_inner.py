@@ -75,7 +75,8 @@ def test_optimizers_of_other_packages_equal_the_module_form(make):
     """Numbers in parameter groups adapt, and modes are set, as they are without us."""
     inner, plain, normed = make(), network(), network()
     weight_norm_model(normed)
-    mine, theirs = WeightNormOptimizer(plain, inner), inner(normed.parameters())
+    mine = WeightNormOptimizer(plain, inner, weight_decay_on="parts")
+    theirs = inner(normed.parameters())
     start = loss_of(plain).item()
     train(plain, mine, 20)
     train(normed, theirs, 20)

@@ -128,9 +128,7 @@ class Training(RuleBasedStateMachine):
     def save_and_load(self):
         saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         self.model = network(5)
-        self.optimizer = WeightNormOptimizer(
-            self.model, INNER[self.inner], **OPTIONS[self.options]
-        )
+        self.optimizer = WeightNormOptimizer(self.model, INNER[self.inner], **OPTIONS[self.options])
         self.model.load_state_dict(saved[0])
         self.optimizer.load_state_dict(saved[1])
         self.reference.is_new = False

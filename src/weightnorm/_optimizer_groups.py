@@ -47,14 +47,17 @@ def build_inner(
     groups: list[dict[str, Any]],
     found: dict[nn.Parameter, InPlaceWeight],
     factories: dict[str, Factory],
-    decay_on: str | None,
     train_g: bool,
+    matrices: bool,
+    decaying: set[str],
 ) -> tuple[list[torch.optim.Optimizer], list[Bucket]]:
-    """Return the inner optimizers and their groups, given the user's groups."""
+    """Return the inner optimizers and their groups, given the user's groups.
+
+    The inner optimizers' weight decay acts on the roles that are `decaying`.
+    """
     owner = {role: role if role in factories else "directions" for role in ROLES}
     if "lengths" in factories and "others" not in factories:
         owner["others"] = "lengths"
-    decaying = {"others", *{"parts": ROLES, "g": ("lengths",)}.get(decay_on or "", ())}
     plans: dict[str, list[Bucket]] = {name: [] for name in factories}
     for group in groups:
         buckets: dict[tuple[str, bool, str], Bucket] = {}
@@ -80,6 +83,11 @@ def build_inner(
                 by_role["lengths"].has_weights = True
         for (name, _, _), bucket in buckets.items():
             plans[name] += [bucket] if bucket.inner_params else []
+    if matrices and any(p.ndim != 2 for b in plans["directions"] for p in b.inner_params):
+        raise ValueError(
+            "the optimizer of the directions moves matrices only; give g and all other "
+            "parameters another one: lengths=functools.partial(torch.optim.AdamW, lr=…)"
+        )
     optimizers: list[torch.optim.Optimizer] = []
     for name, plan in plans.items():
         for i, bucket in enumerate(plan):

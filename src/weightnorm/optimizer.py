@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from weightnorm._device_units import units_by_device
 from weightnorm._in_place import State, separate_gradients
 from weightnorm._optimizer_groups import (
+    ROLES,
     Bucket,
     Factory,
     adds_decay_to_gradient,
@@ -97,7 +98,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             from the group of v. "parts": v and g, as in the module form. "g": g alone. None:
             nothing. "auto": "w", as a user of AdamW expects; "g" for those optimizers of torch
             that add weight_decay·w to the gradient (SGD, Adam), since the gradient of ‖w‖²/2 is g
-            along g and 0 along v; None with ``train_g=False``.
+            along g and 0 along v; None with ``train_g=False``. That of `lengths` acts on g then.
         matrices: True to hand directions over as matrices: a convolution with one row for each
             index of axis 0, stacked ones (q, k, v; gates; experts) one by one. By default for
             ``torch.optim.Muon``.
@@ -112,7 +113,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     ``state`` is what the next step uses, in torch's layout. That of a weight has g and ‖v‖ besides
     (the keys "g" and "v_norm"), and for g what the inner optimizer keeps of it, with keys like
-    "g.exp_avg". Removing a weight's state resets its moments; v and g stay.
+    "g.exp_avg". Removing a weight's state resets its moments; v and g stay. The length of a weight is
+    that of the model: where "g" differs from it, as after a write to the weight, g is ±‖w‖.
 
     >>> model = nn.Linear(3, 2)
     >>> optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -194,18 +196,19 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     def _build(self, factories: dict[str, Factory], decay_on: str | None, matrices: bool) -> None:
         """Make the inner optimizers, and one of our groups for each of theirs."""
-        build = functools.partial(build_inner, self.param_groups, self._found, factories)
-        self._inner, self._buckets = build(
-            "parts" if decay_on == "auto" else decay_on, self._train_g
+        build = functools.partial(
+            build_inner, self.param_groups, self._found, factories, self._train_g, matrices
         )
-        if decay_on == "auto" and any(
-            bucket.has_weights and group.get("weight_decay")
-            for bucket, group in self._inner_groups()
-        ):
-            is_l2 = not self._log and "lengths" not in factories
-            is_l2 &= adds_decay_to_gradient(factories["directions"])
-            decay_on = ("g" if is_l2 else "w") if self._train_g else None
-            self._inner, self._buckets = build(decay_on, self._train_g)
+        roles = {"auto": {*ROLES}, "parts": {*ROLES}, "g": {"lengths", "others"}}
+        self._inner, self._buckets = build(roles.get(decay_on or "", {"others"}))
+        if decay_on == "auto":
+            groups = self._inner_groups()
+            if any(b.has_weights and group.get("weight_decay") for b, group in groups):
+                is_l2 = not self._log and adds_decay_to_gradient(factories["directions"])
+                own = "lengths" in factories
+                decay_on = ("g" if is_l2 and not own else "w") if self._train_g else None
+                decaying = {"others", *(["lengths"] if own or decay_on == "g" else [])}
+                self._inner, self._buckets = build(decaying)
         elif decay_on in ("w", "g"):
             for bucket, group in self._inner_groups():
                 if "directions" in bucket.roles and "weight_decay" not in group:
@@ -213,13 +216,6 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                         f"weight_decay_on={decay_on!r} needs an optimizer with `weight_decay`; it "
                         f"has {sorted(options_of(group))}"
                     )
-        if matrices and any(
-            p.ndim != 2 for b in self._buckets if b.optimizer == 0 for p in b.inner_params
-        ):
-            raise ValueError(
-                "the optimizer of the directions moves matrices only; give g and all other "
-                "parameters another one: lengths=functools.partial(torch.optim.AdamW, lr=…)"
-            )
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._inner) and (
             len(self._inner) > 1 or self._normalize_update
         ):

@@ -115,7 +115,7 @@ def test_optimizer_form(model):
     model.append(nn.Embedding(3, 3))
     sgd = torch.optim.SGD
     assert check(nn.Sequential(model), WeightNormOptimizer(model, sgd, lr=0.1)) == []
-    first = WeightNormOptimizer(model, sgd, where=lambda name, _: name == "0", lr=0.1)
+    first = WeightNormOptimizer(model, sgd, where=lambda name, _: name == "0.weight", lr=0.1)
     assert kinds(check(model, first)) == [("2.weight", "not normalized, unlike other layers")]
     with torch.no_grad():
         model[2].weight[1] = 0

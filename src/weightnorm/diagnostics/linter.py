@@ -69,7 +69,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
         is_log = options["g_scale"] == "log"
         for path, each in in_optimizer.items():
             findings += [*_lengths(path, each.v_norm, each.parts.g)]
-            if each.decay_of_g and (is_log or options["weight_decay_on"] == "parts"):
+            if each.decay_of_g and (is_log or options["weight_decay_on"] != "g"):
                 advice = 'pass weight_decay_on=None, or "w" if that is intended'
                 findings.append(Finding(_decayed(is_log), path, advice))
     elif optimizer is not None:

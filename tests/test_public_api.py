@@ -22,8 +22,8 @@ PUBLIC = {
     "Parts": "(v, g)",
     "WeightNormOptimizer": (
         "(model, inner, params=None, *, lengths=None, others=None, where=None, dim='auto', "
-        "scale='linear', train_g=True, retract=False, project=True, normalize_update=False, "
-        "weight_decay_on='parts', matrices=None, **options)"
+        "g=None, scale='linear', train_g=True, retract=0.0, v_norm=None, project=True, "
+        "normalize_update=False, weight_decay_on='auto', matrices=None, **options)"
     ),
     "convert_state_dict": "(state, to, *, weights=(), dim='infer')",
     "data_dependent_init": "(model, *batch, target_std=1.0, group=None, forward=None)",

@@ -113,8 +113,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     ``state`` is what the next step uses, in torch's layout. That of a weight has g and ‖v‖ besides
     (the keys "g" and "v_norm"), and for g what the inner optimizer keeps of it, with keys like
-    "g.exp_avg". Removing a weight's state resets its moments; v and g stay. The length of a weight is
-    that of the model: where "g" differs from it, as after a write to the weight, g is ±‖w‖.
+    "g.exp_avg". Removing a weight's state resets its moments; v and g stay. The length of a weight
+    is that of the model: where "g" differs from it, as after a write to the weight, g is ±‖w‖.
 
     >>> model = nn.Linear(3, 2)
     >>> optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1)

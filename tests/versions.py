@@ -104,6 +104,7 @@ FEATURES = {
         "tests/test_descendants.py",
         "tests/test_optimizer.py",
         "tests/test_optimizer_inner.py",
+        "tests/test_optimizer_properties.py",
     ),
     "`torch.compile`, `torch.export`, tracing": ("tests/test_compilers.py",),
     "ONNX, int8, adapters": ("tests/test_deployment.py", "tests/test_differences.py"),

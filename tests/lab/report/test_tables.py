@@ -63,7 +63,7 @@ def test_the_best_rate_is_tabulated_beside_the_papers_results(pair):
     assert table["batch norm"]["paper, test, %"] == "8.05"  # not run here
     assert table["Maxout (published)"]["paper, test, %"] == "11.68"
     notes = item(part, "Errors").notes
-    assert "preset `paper` has width 1, epochs 200; these runs: width 0.25, epochs 4" in notes[-1]
+    assert "paper's preset has width 1, epochs 200; these runs: width 0.25, epochs 4" in notes[-1]
     every = item(part, "Every learning rate").body
     assert every["lr"].tolist() == ["0.0003", "0.003", "0.003"]
 

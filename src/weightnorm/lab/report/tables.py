@@ -272,7 +272,7 @@ def notes(one: Setting) -> list[str]:
         usual, other = (
             ", ".join(f"{field} {values[i]}" for field, values in changed.items()) for i in (0, 1)
         )
-        found.append(f"The preset `paper` has {usual}; these runs: {other}.")
+        found.append(f"The paper's preset has {usual}; these runs: {other}.")
     return found
 
 

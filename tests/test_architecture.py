@@ -18,7 +18,7 @@ LAYERS = [
     "output_sums", "mean_only", "data_init", "robust_init", "checkpoints", "files",
     "parameterizations",
     "_in_place", "_device_units", "_optimizer_groups", "optimizer", "diagnostics",
-    "lab.errors", "lab.files", "lab.data", "lab.records", "lab.config",
+    "lab.errors", "lab.files", "lab.weights", "lab.data", "lab.records", "lab.config",
     "lab.environment", "lab.progress", "lab.runs", "lab.run", "lab.atari", "lab.replay_buffer",
     "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language",
     "lab.statistics", "lab.results", "lab.sweeps", "lab.sweep", "lab.interleaved", "lab.pool",

@@ -65,18 +65,10 @@ FUNCTIONAL = {
 }
 
 DIAGNOSTICS = {
-    "BatchStatistics": "(mean, variance, inverse_std)",
-    "Finding": "(kind, weight, advice)",
+    "Finding": "(kind, weights, advice, details=())",
     "TrainingMonitor": "(model, optimizer, log, *, every=100, prefix='')",
-    "batch_statistics": "(t, batch_size, draws=1000, generator=None)",
     "check": "(model, optimizer=None)",
-    "direction_angle": "(model, since)",
     "effective_step": "(model)",
-    "example_gradients": "(model, loss, inputs, targets, names=())",
-    "excess_kurtosis": "(x)",
-    "gradient_covariance": "(gradients)",
-    "noise_kurtosis": "(t, batch_size, draws=1000, generator=None)",
-    "weight_rows": "(model)",
     "v_norms": "(model)",
 }
 

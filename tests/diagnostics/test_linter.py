@@ -26,7 +26,7 @@ def model():
 
 
 def kinds(findings):
-    return [(finding.weight, finding.kind) for finding in findings]
+    return [(*finding.weights, finding.kind) for finding in findings]
 
 
 def test_correct_model_and_optimizer_have_no_findings(model):
@@ -38,18 +38,31 @@ def test_correct_model_and_optimizer_have_no_findings(model):
 
 def test_model_without_normalized_weights():
     (finding,) = check(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)))
-    assert str(finding) == "the model: no weight is normalized; apply weight_norm_model to it"
+    assert str(finding) == (
+        "the model: no weight is normalized; apply weight_norm_model to it, or train it with a "
+        "WeightNormOptimizer"
+    )
+
+
+def test_equal_findings_are_one_line():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+    weight_norm_model(model)
+    with torch.no_grad():
+        for i in (0, 3, 5):
+            parts(model[i]).v[: 1 + i % 2] = 0
+    (dead, decayed) = check(model, torch.optim.AdamW(model.parameters(), weight_decay=0.01))
+    assert str(dead) == (
+        "0.weight (1 of 4), 3.weight (2 of 4), 5.weight (2 of 4): dead units: v or g is zero; "
+        "reinitialize them, or remove them"
+    )
+    assert len(decayed.weights) == 12
+    names = "0.weight, 1.weight, 2.weight, 3.weight and 8 more: weight decay on g"
+    assert str(decayed).startswith(names)
 
 
 def test_layers_that_are_not_normalized(model):
     model.append(nn.Linear(2, 2)).append(nn.Embedding(3, 3))
     assert kinds(check(model)) == [("3.weight", "not normalized, unlike other layers")]
-
-
-def test_weight_decay_on_g(model):
-    findings = check(model, torch.optim.AdamW(model.parameters(), weight_decay=0.01))
-    assert [finding.weight for finding in findings] == ["0.weight", "2.weight"]
-    assert all("weight decay on g" in finding.kind for finding in findings)
 
 
 def test_optimizer_built_before_weight_norm():
@@ -72,17 +85,18 @@ def test_frozen_g_need_not_be_in_the_optimizer():
 def test_dead_units(model, which):
     with torch.no_grad():
         getattr(parts(model[0]), which)[:3] = 0
-    ((weight, kind),) = kinds(check(model))
-    assert weight == "0.weight"
-    assert kind.startswith("3 of 8 units dead")
+    (finding,) = check(model)
+    assert (finding.weights, finding.details) == (("0.weight",), ("3 of 8",))
+    assert "dead" in finding.kind
 
 
 def test_long_and_non_finite_v(model):
     with torch.no_grad():
         parts(model[2]).v.mul_(1e5)
-    ((weight, kind),) = kinds(check(model))
-    assert weight == "2.weight"
-    assert "times |g|" in kind
+    (finding,) = check(model)
+    assert finding.weights == ("2.weight",)
+    assert "many times |g|" in finding.kind
+    assert "apply it again" in finding.advice
     with torch.no_grad():
         parts(model[2]).v[0, 0] = float("nan")
     assert kinds(check(model)) == [("2.weight", "not finite")]
@@ -120,16 +134,31 @@ def test_optimizer_form(model):
     with torch.no_grad():
         model[2].weight[1] = 0
     dead = WeightNormOptimizer(model, sgd, lr=0.1)
-    assert kinds(check(model, dead)) == [("2.weight", "1 of 2 units dead: v or g is zero")]
+    assert kinds(check(model, dead)) == [("2.weight", "dead units: v or g is zero")]
 
 
-@pytest.mark.parametrize(("on", "found"), [("parts", ["0.weight", "2.weight"]), ("w", [])])
+def test_remedies_are_those_of_the_form_in_use(model):
+    normalized = check(model.append(nn.Linear(2, 2)))
+    assert "use weight_norm_model" in str(*normalized)
+    remove_weight_norm(model)
+    first = WeightNormOptimizer(
+        model, torch.optim.SGD, where=lambda name, _: name == "0.weight", lr=0.1
+    )
+    (finding,) = check(model, first)
+    assert finding.weights == ("2.weight", "3.weight")
+    assert "choose it with `where` of WeightNormOptimizer" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("on", "found"),
+    [("parts", ["0.weight", "2.weight"]), ("w", []), ("g", []), (None, []), ("auto", [])],
+)
 def test_weight_decay_in_the_optimizer_form(model, on, found):
     remove_weight_norm(model)
     adam = torch.optim.AdamW
     optimizer = WeightNormOptimizer(model, adam, lr=0.1, weight_decay=0.1, weight_decay_on=on)
     findings = check(model, optimizer)
-    assert [finding.weight for finding in findings] == found
+    assert [name for finding in findings for name in finding.weights] == found
     assert all("weight decay on g" in finding.kind for finding in findings)
 
 
@@ -147,7 +176,8 @@ def test_weight_decay_of_the_optimizer_of_g(model, directions, lengths, options,
     adam = torch.optim.AdamW
     own = None if lengths is None else partial(adam, weight_decay=lengths)
     optimizer = WeightNormOptimizer(model, adam, weight_decay=directions, lengths=own, **options)
-    assert [finding.weight for finding in check(model, optimizer)] == found
+    findings = check(model, optimizer)
+    assert [name for finding in findings for name in finding.weights] == found
 
 
 def test_weight_decay_of_a_log_scale():
@@ -176,7 +206,7 @@ def test_models_without_readable_attributes_are_checked():
     assert not check(model)
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)))
     nn.init.normal_(model[0].weight)
-    assert [finding.weight for finding in check(model.double())] == ["0.weight"]
+    assert [finding.weights for finding in check(model.double())] == [("0.weight",)]
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.utils.weight_norm(nn.Linear(4, 4)))
     weight_norm_model(model)

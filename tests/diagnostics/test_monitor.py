@@ -5,15 +5,14 @@ import torch
 from torch import nn
 
 import zoo
-from weightnorm import WeightNormOptimizer, normalized_weights, weight_norm_model
-from weightnorm.diagnostics import (
-    TrainingMonitor,
-    direction_angle,
-    effective_step,
-    v_norms,
-    weight_rows,
+from weightnorm import (
+    WeightNormOptimizer,
+    normalized_weights,
+    remove_weight_norm,
+    weight_norm_model,
 )
-from weightnorm.diagnostics.probes import unit_vectors
+from weightnorm.diagnostics import TrainingMonitor, effective_step, v_norms
+from weightnorm.lab.weights import direction_angle, weight_rows
 
 
 def trained(steps, monitor=None):
@@ -105,6 +104,17 @@ def test_training_is_unchanged():
         assert torch.equal(a, b)
 
 
+def test_steps_after_remove_weight_norm_log_nothing():
+    rows = []
+    model, optimizer, _ = trained(
+        2, lambda m, o: TrainingMonitor(m, o, lambda *r: rows.append(r), every=1)
+    )
+    count = len(rows)
+    remove_weight_norm(model)
+    optimizer.step()
+    assert len(rows) == count
+
+
 def test_tensorboard_writer(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="needs the lab extra")
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
@@ -146,12 +156,14 @@ def test_angles_of_a_bfloat16_weight_are_those_of_its_float32_copy():
     torch.manual_seed(0)
     layer = nn.Linear(64, 4).bfloat16()
     optimizer = WeightNormOptimizer(layer, torch.optim.Adam, lr=1e-5)
-    before = unit_vectors(optimizer.parts()["weight"].v)
+    before = nn.functional.normalize(optimizer.parts()["weight"].v)
     logged = {}
     with TrainingMonitor(layer, optimizer, lambda *row: logged.update([row[:2]]), every=1):
         layer(torch.randn(8, 64).bfloat16()).square().sum().backward()
         optimizer.step()
-    moved = (unit_vectors(optimizer.parts()["weight"].v) - before).norm(dim=1).mean().item()
+    moved = (
+        (nn.functional.normalize(optimizer.parts()["weight"].v) - before).norm(dim=1).mean().item()
+    )
     assert logged["weight/angle_change"] == pytest.approx(moved, rel=0.01)
 
 

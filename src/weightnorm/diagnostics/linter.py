@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,25 +14,45 @@ from weightnorm._parametrize import pending_hooks
 from weightnorm._units import EPS
 from weightnorm.inspection import NormalizedWeight, find_normalized
 from weightnorm.layers import layer_weights
-from weightnorm.optimizer import NormalizedInOptimizer, WeightNormOptimizer
+from weightnorm.optimizer import WeightNormOptimizer
 
 LONG = 1e4
 """Ratio ‖v‖/|g| above which a unit is reported: its effective step is close to 0."""
+SHOWN = 4
+"""Names of weights in a printed finding."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A probable mistake: what it is, in which weight, and what to do."""
+    """A probable mistake: what it is, in which weights, and what to do."""
 
     kind: str
     """What is probably wrong."""
-    weight: str
-    """The name of the weight in the model."""
+    weights: tuple[str, ...]
+    """The names of the weights in the model; empty if it concerns the whole model."""
     advice: str
     """What to do."""
+    details: tuple[str, ...] = ()
+    """What was measured in each weight, such as "3 of 8"."""
 
     def __str__(self) -> str:
-        return f"{self.weight}: {self.kind}; {self.advice}"
+        details = self.details or ("",) * len(self.weights)
+        names = [
+            f"{name} ({detail})" if detail else name
+            for name, detail in zip(self.weights, details, strict=True)
+        ]
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        where = ", ".join(names[:SHOWN]) + more or "the model"
+        return f"{where}: {self.kind}; {self.advice}"
+
+
+class _Mistake(NamedTuple):
+    """A finding in one weight."""
+
+    weight: str
+    kind: str
+    advice: str
+    detail: str = ""
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -49,56 +69,63 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
 
     Finds weights that were left out, stale writes (to the attribute of torch's older hook), dead
     units, and units whose effective step is close to 0; given the optimizer, also weight decay on g
-    and parameters that are not trained. For the optimizer form, pass the ``WeightNormOptimizer``
-    itself. Costs O(parameters).
+    and parameters that are not trained. Weights with the same mistake are one finding. For the
+    optimizer form, pass the ``WeightNormOptimizer`` itself. Costs O(parameters).
 
     >>> import weightnorm
     >>> model = nn.Sequential(weightnorm.weight_norm(nn.Linear(2, 3)), nn.Linear(3, 1))
     >>> print(*check(model))
     1.weight: not normalized, unlike other layers; use weight_norm_model, or ignore this if intended
     """
-    if optimizer is not None:
-        optimizer = unwrapped(optimizer)
+    optimizer = unwrapped(optimizer)
+    form = optimizer if isinstance(optimizer, WeightNormOptimizer) else None
     found = list(find_normalized(model))
-    in_optimizer = optimizer.normalized() if isinstance(optimizer, WeightNormOptimizer) else {}
-    findings = [*_left_out(model, found, in_optimizer)]
+    mistakes = [*_left_out(model, found, form)]
     for weight in found:
-        findings += [*_stale(weight), *_lengths(weight.path, weight.v_norm(), weight.parts().g)]
-    if isinstance(optimizer, WeightNormOptimizer):
-        options = optimizer.param_groups[0]
-        is_log = options["g_scale"] == "log"
-        for path, each in in_optimizer.items():
-            findings += [*_lengths(path, each.v_norm, each.parts.g)]
-            if each.decay_of_g and (is_log or options["weight_decay_on"] != "g"):
-                advice = 'pass weight_decay_on=None, or "w" if that is intended'
-                findings.append(Finding(_decayed(is_log), path, advice))
+        mistakes += _stale(weight)
+        mistakes += _lengths(weight.path, weight.v_norm(), weight.parts().g, _REAPPLY)
+    if form is not None:
+        mistakes += _in_optimizer(form)
     elif optimizer is not None:
-        findings += [*_optimizer(found, optimizer)]
-    return findings
+        mistakes += _untrained_or_decayed(found, optimizer)
+    return _grouped(mistakes)
+
+
+def _grouped(mistakes: Iterable[_Mistake]) -> list[Finding]:
+    """Return one finding for all weights with the same mistake."""
+    groups: dict[tuple[str, str], list[_Mistake]] = {}
+    for mistake in mistakes:
+        groups.setdefault((mistake.kind, mistake.advice), []).append(mistake)
+    return [
+        Finding(
+            kind,
+            tuple(each.weight for each in group if each.weight),
+            advice,
+            tuple(each.detail for each in group) if any(each.detail for each in group) else (),
+        )
+        for (kind, advice), group in groups.items()
+    ]
 
 
 def _left_out(
-    model: nn.Module,
-    found: list[NormalizedWeight],
-    in_optimizer: dict[str, NormalizedInOptimizer],
-) -> Iterator[Finding]:
+    model: nn.Module, found: list[NormalizedWeight], form: WeightNormOptimizer | None
+) -> Iterator[_Mistake]:
     names = {weight.path for weight in found}
     for path, module in model.named_modules():  # lazy layers, normalized once they have a shape
         names |= {f"{path}.{name}".lstrip(".") for name in pending_hooks(module)}
-    plain = {id(weight.weight) for weight in in_optimizer.values()}
+    plain = {id(weight.weight) for weight in form.normalized().values()} if form else set()
     if not (names or plain):
-        yield Finding("no weight is normalized", "the model", "apply weight_norm_model to it")
+        advice = "apply weight_norm_model to it, or train it with a WeightNormOptimizer"
+        yield _Mistake("", "no weight is normalized", advice)
         return
+    remedy = "choose it with `where` of WeightNormOptimizer" if plain else "use weight_norm_model"
     for path, layer, name in layer_weights(model):
         if path not in names and id(layer._parameters.get(name)) not in plain:
-            yield Finding(
-                "not normalized, unlike other layers",
-                path,
-                "use weight_norm_model, or ignore this if intended",
-            )
+            advice = f"{remedy}, or ignore this if intended"
+            yield _Mistake(path, "not normalized, unlike other layers", advice)
 
 
-def _stale(weight: NormalizedWeight) -> Iterator[Finding]:
+def _stale(weight: NormalizedWeight) -> Iterator[_Mistake]:
     """Find writes to w under torch's hook, which overwrites the attribute in the next forward.
 
     After an optimizer step the attribute is also out of date, but that is not a user write: its
@@ -110,68 +137,66 @@ def _stale(weight: NormalizedWeight) -> Iterator[Finding]:
     if attribute._version == 0 and any(part._version for part in weight.stored):
         return
     if not (attribute.is_meta or torch.allclose(attribute, weight.weight().to(attribute))):
-        yield Finding(
-            "stale: the next forward overwrites what was written to it",
-            weight.path,
-            "write with weightnorm.init_, or through v and g",
-        )
+        kind = "stale: the next forward overwrites what was written to it"
+        yield _Mistake(weight.path, kind, "write with weightnorm.init_, or through v and g")
 
 
-def _lengths(path: str, norm: Tensor, g: Tensor) -> Iterator[Finding]:
+_REAPPLY = "remove weight norm and apply it again to start from ‖v‖ = |g|"
+_RETRACT = "keep ‖v‖ at its start with `retract`"
+
+
+def _lengths(path: str, norm: Tensor, g: Tensor, remedy: str) -> Iterator[_Mistake]:
     norm, g = whole(norm).flatten(), whole(g).flatten().abs()
     if norm.is_meta:  # no values yet
         return
     if not (norm.isfinite().all() and g.isfinite().all()):
-        yield Finding("not finite", path, "load an earlier checkpoint and lower the learning rate")
+        advice = "load an earlier checkpoint and lower the learning rate"
+        yield _Mistake(path, "not finite", advice)
         return
     if dead := int(((norm <= EPS) | (g == 0)).sum()):
-        yield Finding(
-            f"{dead} of {len(norm)} units dead: v or g is zero",
-            path,
-            "reinitialize them, or remove them",
-        )
+        detail = f"{dead} of {len(norm)}"
+        advice = "reinitialize them, or remove them"
+        yield _Mistake(path, "dead units: v or g is zero", advice, detail)
     longest = (norm / g.clamp_min(EPS))[g > 0]
     if len(longest) and longest.max() > LONG:
-        yield Finding(
-            f"‖v‖ is up to {longest.max():.2g} times |g|: their effective step is close to 0",
-            path,
-            "lower the learning rate, or fold and apply weight_norm again to start from ‖v‖ = |g|",
-        )
+        kind = "‖v‖ is many times |g| in some units, whose effective step is close to 0"
+        advice = f"lower the learning rate, or {remedy}"
+        yield _Mistake(path, kind, advice, f"up to {longest.max():.2g} times")
 
 
-def _weight_decay(optimizer: torch.optim.Optimizer) -> dict[int, float]:
-    """Return the weight decay of each parameter, by its id."""
-    return {
+def _untrained_or_decayed(
+    found: list[NormalizedWeight], optimizer: torch.optim.Optimizer
+) -> Iterator[_Mistake]:
+    decay = {
         id(p): group.get("weight_decay", 0)
         for group in optimizer.param_groups
         for p in group["params"]
     }
-
-
-def _optimizer(
-    found: list[NormalizedWeight], optimizer: torch.optim.Optimizer
-) -> Iterator[Finding]:
-    decay = _weight_decay(optimizer)
     for weight in found:
         parts = zip("vg", weight.stored, strict=True)
         left_out = [name for name, part in parts if part.requires_grad and id(part) not in decay]
         if left_out:
-            yield Finding(
-                f"{' and '.join(left_out)} not in the optimizer, so not trained",
-                weight.path,
-                "build the optimizer after applying weight norm, from model.parameters()",
-            )
+            kind = f"{' and '.join(left_out)} not in the optimizer, so not trained"
+            advice = "build the optimizer after applying weight norm, from model.parameters()"
+            yield _Mistake(weight.path, kind, advice)
         g = weight.stored.g
         if g.requires_grad and decay.get(id(g), 0):  # optimizers skip a frozen g
-            yield Finding(
-                _decayed(weight.is_log),
-                weight.path,
-                "put v and g in a parameter group with weight_decay=0",
-            )
+            advice = "use weightnorm.param_groups, where v and g have no weight decay"
+            yield _Mistake(weight.path, _decayed(weight.is_log), advice)
 
 
-def _decayed(log: bool) -> str:
-    """What weight decay does to g, or to s of a log-scale."""
-    if log:
+def _in_optimizer(optimizer: WeightNormOptimizer) -> Iterator[_Mistake]:
+    options = optimizer.param_groups[0]
+    is_log = options["g_scale"] == "log"
+    for path, weight in optimizer.normalized().items():
+        yield from _lengths(path, weight.v_norm, weight.parts.g, _RETRACT)
+        if weight.decay_of_g and (is_log or options["weight_decay_on"] != "g"):
+            advice = 'pass weight_decay_on="w" to decay the weight, or None'
+            yield _Mistake(path, _decayed(is_log), advice)
+
+
+def _decayed(is_log: bool) -> str:
+    """Say what weight decay does to g, or to s of a log-scale."""
+    if is_log:
         return "weight decay on s = log g pulls g, the length of w, towards 1"
     return "weight decay on g pulls the length of w itself towards zero"

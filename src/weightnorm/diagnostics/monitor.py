@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from weightnorm._dtensor import whole
 from weightnorm.diagnostics.linter import unwrapped
-from weightnorm.diagnostics.probes import angles, rows_of, unit_vectors
 from weightnorm.inspection import find_normalized
 from weightnorm.optimizer import WeightNormOptimizer
 
@@ -58,16 +57,11 @@ class TrainingMonitor:
         prefix: str = "",
     ) -> None:
         optimizer = unwrapped(optimizer)
-        if not callable(log) and not hasattr(log, "add_scalar"):
-            raise TypeError(
-                "log must be a TensorBoard SummaryWriter or a function of tag, value and step; "
-                f"got {log!r}"
-            )
         if every < 1:
             raise ValueError(f"every is {every}; expected 1 step or more")
         self.model, self.every, self.prefix = model, every, prefix
         self._optimizer = optimizer
-        self._before = {name: unit_vectors(rows) for name, rows, _, _ in self._weights()}
+        self._before = {name: _unit_vectors(rows) for name, rows, _, _ in self._weights()}
         if not self._before:
             raise ValueError(
                 "the model has no normalized weight; apply weight_norm_model to it, or train it "
@@ -84,19 +78,21 @@ class TrainingMonitor:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Measure and log now."""
+        """Measure and log now; nothing once weight norm was removed."""
         names, found = [], []
         for name, rows, v_norm, g in self._weights():
-            now = unit_vectors(rows)
+            now = _unit_vectors(rows)
             distance = (now - self._before.get(name, now)).norm(dim=1)
             row = (v_norm.flatten(), g.flatten().abs(), distance)
             names.append(name)
             found.append(torch.stack([whole(x) for x in row]))  # (3, units)
             self._before[name] = now
+        if not found:
+            return
         # All weights in one tensor, so that the device is read once.
         norm, length, distance = torch.cat([x.to(found[0].device) for x in found], 1).double().cpu()
         step = torch.where(norm == 0, 0.0, length / norm)
-        numbers = torch.stack([norm, step, (step == 0).double(), angles(distance)])
+        numbers = torch.stack([norm, step, (step == 0).double(), _angles(distance)])
         for name, units in zip(
             names, numbers.split([row.shape[1] for row in found], 1), strict=True
         ):
@@ -106,14 +102,17 @@ class TrainingMonitor:
             self._log(f"{name}/dead_units", round(dead * units.shape[1]))
             self._log(f"{name}/angle_change", angle)
 
+    @torch.no_grad()
     def _weights(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
         """Yield the name, the weight with one row per unit, ‖v‖ and g of each normalized weight."""
         for weight in find_normalized(self.model):
-            yield weight.path, rows_of(weight), weight.v_norm(), weight.parts().g
+            rows = weight.units.rows(weight.weight()).clone()
+            yield weight.path, rows, weight.v_norm(), weight.parts().g
         if isinstance(self._optimizer, WeightNormOptimizer):
-            for name, (_, units, v_norm, (v, g), _) in self._optimizer.normalized().items():
-                w = whole(v) * units.spread(whole(g).sign(), v)
-                yield name, units.rows(w), v_norm, g
+            for path, each in self._optimizer.normalized().items():
+                v, g = each.parts
+                rows = each.units.rows(whole(v)) * whole(g).reshape(-1, 1).sign()
+                yield path, rows, each.v_norm, g
 
     def _log(self, tag: str, value: float) -> None:
         self.log(f"{self.prefix}{tag}", value, self.step)
@@ -140,3 +139,17 @@ class TrainingMonitor:
         at: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _unit_vectors(rows: Tensor) -> Tensor:
+    """Return each row divided by its norm; NaN for a zero row."""
+    directions: Tensor = rows / rows.norm(dim=1, keepdim=True)
+    return directions
+
+
+def _angles(distance: Tensor) -> Tensor:
+    """Return 2·asin(‖a − b‖/2), the angle between unit vectors at this distance; 0 for NaN.
+
+    Unlike acos(a·b) it is exact for small angles.
+    """
+    return torch.nan_to_num(2 * (distance / 2).clamp_max(1).asin(), 0.0)

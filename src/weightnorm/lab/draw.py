@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parametrize
 
 from weightnorm import Parameterization, folded, parts, weight_norm_model
-from weightnorm.diagnostics import v_norms, weight_rows
+from weightnorm.diagnostics import v_norms
 from weightnorm.lab.config import Count, Range, RunConfig, Size
 from weightnorm.lab.data import load_binarized_mnist, load_digits
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.run import Run
+from weightnorm.lab.weights import weight_rows
 
 NAME = "draw"
 TITLE = "DRAW on binarized MNIST, standard and weight norm (section 5.3)"

@@ -21,12 +21,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from weightnorm import Parameterization, WeightNormOptimizer, functional
-from weightnorm.diagnostics import direction_angle, weight_rows
 from weightnorm.lab.config import Count, Nonnegative, Positive, Probability, RunConfig, Several
 from weightnorm.lab.environment import autocast
 from weightnorm.lab.errors import ConfigError, DataError, require
 from weightnorm.lab.records import RunRecord, read_json, write_json
 from weightnorm.lab.run import Run
+from weightnorm.lab.weights import direction_angle, weight_rows
 
 HELD_OUT = 10
 """One file of torch's source in this many is held out."""

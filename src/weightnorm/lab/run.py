@@ -38,7 +38,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from weightnorm.diagnostics import weight_rows
 from weightnorm.files.atomic import atomic_writer, write_atomically
 from weightnorm.init_report import InitReport
 from weightnorm.lab.config import RunConfig, completed, folder, scientific_fields
@@ -70,6 +69,7 @@ from weightnorm.lab.records import (
     write_json,
     write_rows,
 )
+from weightnorm.lab.weights import weight_rows
 
 T = TypeVar("T")
 Sums = dict[str, Tensor]

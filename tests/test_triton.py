@@ -11,10 +11,12 @@ import torch
 
 triton = pytest.importorskip("triton")  # Linux only
 
+import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from weightnorm._kernels import triton_kernels as kernels  # noqa: E402
+from weightnorm._kernels import triton_step_kernels as steps  # noqa: E402
 
 HERE = Path(__file__).parent
 TARGETS = {
@@ -46,19 +48,14 @@ def test_in_the_interpreter():
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
 
 
-def compiled(kernel, target, dtype, tile):
+def compiled(kernel, target, types, constants):
     """Compile a kernel for a target; return its binaries and texts."""
-    integers = dict.fromkeys(("units", "after", "stride", "n"), "i32")
-    constants = {"WIDE": triton.language.float32, "BU": tile[0], "BE": tile[1]}
-    types = {
-        **dict.fromkeys(kernel.arg_names, f"*{TYPES[dtype]}"),
-        **dict.fromkeys(constants, "constexpr"),
-        **integers,
-        "NORM": "*fp32",
-        "eps": "fp32",
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, types["*"])
+        for name in kernel.arg_names
     }
-    signature = {name: types[name] for name in kernel.arg_names}
-    return triton.compile(ASTSource(kernel, signature, constants), target=target).asm
+    chosen = {name: value for name, value in constants.items() if name in signature}
+    return triton.compile(ASTSource(kernel, signature, chosen), target=target).asm
 
 
 def spills(asm, folder):
@@ -77,12 +74,31 @@ def spills(asm, folder):
     return sum(map(int, re.findall(r"(\d+) bytes spill", report)))
 
 
+def module_form():
+    """Every kernel of the module form with its types and constants."""
+    integers = dict.fromkeys(("units", "after", "stride", "n"), "i32")
+    for kernel in (kernels.compose_kernel, kernels.backward_kernel):
+        for dtype in TYPES:
+            types = {"*": f"*{TYPES[dtype]}", **integers, "NORM": "*fp32", "eps": "fp32"}
+            for units, elements in ((1, 1024), (16, 32)):
+                yield kernel, types, {"WIDE": tl.float32, "BU": units, "BE": elements}
+
+
+def optimizer_form():
+    """Every kernel of the optimizer form with its types and constants."""
+    scalars = dict.fromkeys(("shortest", "eps", "tolerance", "tiny"), "fp32")
+    types = {"*": "*fp32", "TABLE": "*i64", "UNIT": "*i32", "WAS_ZERO": "*i1", **scalars}
+    for kernel in (steps.sums_kernel, steps.directions_kernel, steps.weights_kernel):
+        for narrow in (tl.float32, tl.bfloat16):
+            constants = {"WIDE": tl.float32, "NARROW_TYPE": narrow, "BE": 1024}
+            yield kernel, types, {**constants, "LOG": False, "PROJECT": True, "GIVEN": False}
+
+
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kernel", ["compose_kernel", "backward_kernel"])
-def test_compiles_without_spilling_registers(kernel, target, tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", [module_form, optimizer_form])
+def test_compiles_without_spilling_registers(form, target, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # or triton 3.9 warns
-    for dtype in TYPES:
-        for tile in [(1, 1024), (16, 32)]:
-            asm = compiled(getattr(kernels, kernel), TARGETS[target], dtype, tile)
-            assert asm["hsaco" if target == "gfx942" else "cubin"]
-            assert spills(asm, tmp_path) == 0
+    for kernel, types, constants in form():
+        asm = compiled(kernel, TARGETS[target], types, constants)
+        assert asm["hsaco" if target == "gfx942" else "cubin"]
+        assert spills(asm, tmp_path) == 0

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from weightnorm import _kernels, weight_norm
-from weightnorm._kernels import triton, triton_kernels
+from weightnorm._kernels import step, triton, triton_kernels
 from weightnorm.functional import Units
 from zoo import every_layer
 
@@ -84,6 +84,84 @@ def test_applying_changes_nothing_to_the_bit():
             layer = make()
             before = layer.weight.detach().clone()
             assert torch.equal(weight_norm(layer).weight, before)
+
+
+def several_weights(dtype, narrow):
+    """The arguments of a step for four weights of all kinds, with zero rows and written ones."""
+    shapes = {
+        (4, 7): Units(),
+        (6, 4, 3): Units(1, groups=2),
+        (2, 3, 5): Units((0, 1)),
+        (9,): Units(None),
+    }
+    w, now, grad, blocks, first, fan_in = [], [], [], [], [], []
+    for shape, units in shapes.items():
+        x = torch.randn(shape)
+        rows = units.rows(x).clone()
+        rows[0] = 0 if len(w) % 2 else 1e-14
+        x = units.from_rows(rows, x.shape).contiguous().to(narrow or dtype)
+        w.append(x.to(dtype))
+        now.append(x.clone())
+        grad.append(torch.randn(shape).to(narrow or dtype))
+        blocks += triton.blocks_of(shape, units)
+        fan_in.append(units.fan_in(shape))
+    counts = [blocks[i] * blocks[i + 2] for i in range(0, len(blocks), 4)]
+    first = [sum(counts[:k]) for k in range(len(counts))]
+    return w, now, grad, blocks, first, fan_in, sum(counts)
+
+
+def step_of(which, case, g, log, project, split):
+    """All results of w → v, a move of v and v → w, by torch's operations or by the kernels."""
+    sums_of, to_directions, to_weights = (
+        step.IMPLEMENTATIONS[name][which]
+        for name in ("unit_sums_", "to_directions_", "to_weights_")
+    )
+    w, now, grad, blocks, first, fan_in, units = case
+    w, now, grad = ([x.clone() for x in each] for each in (w, now, grad))
+    grad_v = [torch.empty_like(x) for x in w] if now else grad
+    g, norm = g.clone(), torch.linspace(1, 2, units, dtype=g.dtype)[:, None].clone()
+    grad_g, was_zero = torch.zeros_like(g), torch.zeros(units, 1, dtype=torch.bool)
+    sums = None
+    if split:
+        sums = g.new_empty(units, 3)
+        sums_of(w, grad, blocks, first, sums)
+    to_directions(
+        w, now, grad, grad_v, g, norm, grad_g, was_zero, sums, blocks, first, fan_in, log, project
+    )
+    middle = [x.clone() for x in (*w, *grad_v)]
+    for x, slope in zip(w, grad_v, strict=True):
+        x.sub_(slope, alpha=0.1)
+    to_weights(w, now, g, norm, was_zero, None, blocks, first, log)
+    return [*middle, *w, *now, g, grad_g, was_zero, norm]
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("project", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "narrow", "split"),
+    [
+        (torch.float64, None, False),
+        (torch.float32, None, True),
+        (torch.float32, torch.bfloat16, False),
+    ],
+)
+def test_a_step_of_several_weights(log, project, dtype, narrow, split):
+    w, now, grad, blocks, first, fan_in, units = several_weights(dtype, narrow)
+    if narrow:
+        for x in w:
+            x.mul_(1 + 1e-4 * torch.rand_like(x))  # what bfloat16 has rounded away
+        now[0][1] *= 3  # written to
+    lengths = torch.cat(
+        [step.BLOCKS.norm(x.view(blocks[4 * k : 4 * k + 4])).flatten() for k, x in enumerate(w)]
+    )
+    g = lengths.to(dtype)[:, None] * (1 - 2 * torch.randint(2, (units, 1)))
+    g = g.abs().clamp_min(1e-30).log() if log else g
+    g[2] += 0.1  # its weight was written to
+    case = w, now if narrow else [], grad, blocks, first, fan_in, units
+    by_operations, by_kernels = (step_of(i, case, g, log, project, split) for i in range(2))
+    for expected, got in zip(by_operations, by_kernels, strict=True):
+        tolerance = 2**-7 if got.dtype is torch.bfloat16 else 200 * torch.finfo(dtype).eps
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_kernel_that_fails_gives_way_with_one_warning(monkeypatch):

@@ -4,11 +4,16 @@ Needs TRITON_INTERPRET=1 before triton is imported, so the tests run in a proces
 which test_triton.py starts.
 """
 
-from weightnorm._kernels import triton
+from weightnorm._kernels import step, triton
 
 
 def pytest_configure(config):
     # The interpreter computes with numpy, which warns of what a GPU does silently.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
-    triton._LIBRARY.impl("compose", triton._launch_compose, "CPU")
-    triton._LIBRARY.impl("compose_backward", triton._launch_backward, "CPU")
+    both = {
+        "compose": (triton._compose_by_operations, triton._launch_compose),
+        "compose_backward": (triton._backward_by_operations, triton._launch_backward),
+        **step.IMPLEMENTATIONS,
+    }
+    for name, (operations, launch) in both.items():
+        triton._LIBRARY.impl(name, triton.or_operations(launch, operations), "CPU")

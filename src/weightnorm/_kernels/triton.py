@@ -18,8 +18,10 @@ Note [tiles]
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +69,8 @@ def blocks_of(shape: tuple[int, ...], units: Units) -> Blocks | None:
     if len(runs) > 4:
         return None
     outer, before, count, after = [size for _, size in runs] + [1] * (4 - len(runs))
+    if before * after >= 2**31:  # the kernels number the elements of a unit in int32
+        return None
     # Rows, which one program can take several of.
     return [1, 1, outer, before] if count == after == 1 else [outer, before, count, after]
 
@@ -170,29 +174,32 @@ def _fake_backward(
 
 
 def _launch_compose(v: Tensor, g: Tensor, blocks: Blocks, eps: float) -> tuple[Tensor, Tensor]:
-    if not _is_enabled:
-        return _compose_by_operations(v, g, blocks, eps)
-    try:
-        from weightnorm._kernels import triton_kernels
+    from weightnorm._kernels import triton_kernels
 
-        return triton_kernels.compose(v, g, blocks, eps)
-    except Exception as error:
-        _give_up(error)
-        return _compose_by_operations(v, g, blocks, eps)
+    return triton_kernels.compose(v, g, blocks, eps)
 
 
 def _launch_backward(
     grad_w: Tensor, v: Tensor, g: Tensor, norm: Tensor, blocks: Blocks
 ) -> tuple[Tensor, Tensor]:
-    if not _is_enabled:
-        return _backward_by_operations(grad_w, v, g, norm, blocks)
-    try:
-        from weightnorm._kernels import triton_kernels
+    from weightnorm._kernels import triton_kernels
 
-        return triton_kernels.backward(grad_w, v, g, norm, blocks)
-    except Exception as error:
-        _give_up(error)
-        return _backward_by_operations(grad_w, v, g, norm, blocks)
+    return triton_kernels.backward(grad_w, v, g, norm, blocks)
+
+
+def or_operations(launch: Callable[..., Any], operations: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that launches a kernel or, where that is off or fails, uses operations."""
+
+    @functools.wraps(operations)
+    def call(*args: Any) -> Any:
+        if _is_enabled:
+            try:
+                return launch(*args)
+            except Exception as error:
+                _give_up(error)
+        return operations(*args)
+
+    return call
 
 
 def _give_up(error: Exception) -> None:
@@ -215,4 +222,4 @@ for _name, _operations, _fake, _launch in (
     _LIBRARY.impl(_name, _operations, "CompositeExplicitAutograd")
     torch.library.register_fake(f"weightnorm::{_name}", _fake, lib=_LIBRARY)
     for _device in SERVED:
-        _LIBRARY.impl(_name, _launch, _device.upper())
+        _LIBRARY.impl(_name, or_operations(_launch, _operations), _device.upper())

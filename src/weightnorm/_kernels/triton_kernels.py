@@ -29,8 +29,8 @@ def compose_kernel(
     u, is_unit, start = _offsets(tl.program_id(0), units, after, stride, n, BU)
     squares = tl.zeros((BU, BE), WIDE)
     for first in range(0, n, BE):
-        e = tl.arange(0, BE).to(tl.int64) + first
-        offset = start[:, None] + ((e // after) * stride + e % after)[None, :]
+        e = tl.arange(0, BE) + first
+        offset = start[:, None] + ((e // after).to(tl.int64) * stride + e % after)[None, :]
         mask = is_unit[:, None] & (e < n)[None, :]
         v = tl.load(V + offset, mask=mask, other=0.0).to(WIDE)
         squares += v * v
@@ -41,8 +41,8 @@ def compose_kernel(
     g = tl.load(G + u, mask=is_unit, other=0.0).to(WIDE)
     scale = (g / norm)[:, None]
     for first in range(0, n, BE):
-        e = tl.arange(0, BE).to(tl.int64) + first
-        offset = start[:, None] + ((e // after) * stride + e % after)[None, :]
+        e = tl.arange(0, BE) + first
+        offset = start[:, None] + ((e // after).to(tl.int64) * stride + e % after)[None, :]
         mask = is_unit[:, None] & (e < n)[None, :]
         v = tl.load(V + offset, mask=mask, other=0.0).to(WIDE)
         tl.store(W + offset, (v * scale).to(W.dtype.element_ty), mask=mask)
@@ -57,8 +57,8 @@ def backward_kernel(
     u, is_unit, start = _offsets(tl.program_id(0), units, after, stride, n, BU)
     products = tl.zeros((BU, BE), WIDE)
     for first in range(0, n, BE):
-        e = tl.arange(0, BE).to(tl.int64) + first
-        offset = start[:, None] + ((e // after) * stride + e % after)[None, :]
+        e = tl.arange(0, BE) + first
+        offset = start[:, None] + ((e // after).to(tl.int64) * stride + e % after)[None, :]
         mask = is_unit[:, None] & (e < n)[None, :]
         v = tl.load(V + offset, mask=mask, other=0.0).to(WIDE)
         grad_w = tl.load(GRAD_W + offset, mask=mask, other=0.0).to(WIDE)
@@ -70,8 +70,8 @@ def backward_kernel(
     along = (grad_g / norm)[:, None]
     scale = (g / norm)[:, None]
     for first in range(0, n, BE):
-        e = tl.arange(0, BE).to(tl.int64) + first
-        offset = start[:, None] + ((e // after) * stride + e % after)[None, :]
+        e = tl.arange(0, BE) + first
+        offset = start[:, None] + ((e // after).to(tl.int64) * stride + e % after)[None, :]
         mask = is_unit[:, None] & (e < n)[None, :]
         v = tl.load(V + offset, mask=mask, other=0.0).to(WIDE)
         grad_w = tl.load(GRAD_W + offset, mask=mask, other=0.0).to(WIDE)

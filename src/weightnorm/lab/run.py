@@ -214,7 +214,7 @@ class Run:
         if not record.finished:
             return None
         if self.ranks.first:
-            self._print(f"{self.folder} had finished before; nothing is left to compute")
+            self._print("this run had finished before; nothing is left to compute")
         return record
 
     def _print(self, text: str) -> None:

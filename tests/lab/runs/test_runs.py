@@ -634,6 +634,14 @@ def test_time_of_a_run_is_that_of_all_its_sessions(tmp_path):
     assert record.result["seconds"] == pytest.approx(sum(record.column("seconds")), abs=0.01)
 
 
+def test_time_of_an_epoch_is_without_checkpoints(tmp_path, monkeypatch):
+    with Run("classify", config(tmp_path, checkpoint_seconds=0.0), classify.PRESETS) as this:
+        this.restore()
+        monkeypatch.setattr(this, "save", lambda: time.sleep(1))
+        list(this.steps(4))
+        assert 0 < this.seconds < 1
+
+
 def test_largest_norms_are_listed_with_nan_first():
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 3, bias=False) for _ in range(4)))
     with torch.no_grad():

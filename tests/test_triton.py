@@ -25,18 +25,20 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+FILES = ("triton_cases", "test_kernels", "test_optimizer_accelerator")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 
 
 def test_in_the_interpreter():
-    """Run every test of the kernels on the path of an accelerator, and triton_cases.py."""
+    """Run the tests of both forms on the path of an accelerator with the kernels themselves."""
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    files = [HERE / "triton_cases.py", HERE / "test_kernels.py"]
+    files = [HERE / f"{name}.py" for name in FILES]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "triton_interpreter", *files),
-            *("-k", "triton_cases or on_accelerator", "-p", "no:cacheprovider"),
+            *("-k", "(not test_kernels or on_accelerator) and not launches"),
+            *("-p", "no:cacheprovider"),
         ],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
         cwd=HERE.parent,

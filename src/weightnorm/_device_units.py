@@ -15,16 +15,15 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from weightnorm import _kernels
 from weightnorm._dtensor import local
 from weightnorm._in_place import (
-    SHORTEST,
     InPlaceWeight,
-    agree,
     overflow_is_nan,
     read_lengths,
     set_data,
@@ -35,7 +34,7 @@ from weightnorm._torch_private import (
     foreach_sub_,
     fused_weight_norm_backward,
 )
-from weightnorm._units import EPS
+from weightnorm._units import EPS, SHORTEST, Units, agree
 
 
 class UnitBatch:
@@ -89,11 +88,7 @@ class UnitBatch:
         for i in self.cut:
             by_groups[self.weights[i].cut].append(columns[i])
         for groups, parts in by_groups.items():
-            joined = torch.cat(parts)
-            for group in groups:
-                torch.distributed.all_reduce(joined, group=group)
-            for part, total in zip(parts, joined.split([len(p) for p in parts]), strict=True):
-                part.copy_(total)
+            sum_columns(parts, groups)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every unit by its factor."""
@@ -102,6 +97,28 @@ class UnitBatch:
     def may_hold_other(self, mask: Tensor) -> bool:
         """Return whether `mask` may contain False: always on accelerators, to avoid a sync."""
         return not self.on_cpu or torch.compiler.is_compiling() or not bool(mask.all())
+
+
+class Listed(NamedTuple):
+    """Weights as the operators of _kernels/step.py take them."""
+
+    weights: list[InPlaceWeight]
+    w: list[Tensor]
+    narrow: list[Tensor]
+    """The model's weights if they are bfloat16 or float16, else empty."""
+    blocks: list[int]
+    first: list[int]
+    """Where the numbers of each weight begin in the flat vectors."""
+    fan_in: list[int]
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients, laid out as the weights, in the type of the model's."""
+        found = []
+        for i, weight in enumerate(self.weights):
+            grad = weight.narrow_grad() if self.narrow else weight.local_grad()
+            found.append(weight.unit_view(grad) if weight.rows else grad)
+            assert found[i].shape == self.w[i].shape
+        return found
 
 
 class DeviceUnits:
@@ -125,6 +142,57 @@ class DeviceUnits:
             set_data(weight.g, g.view(local(weight.g).shape))
             weight.norm = weight.as_units(norm)
         self._batches: dict[tuple[int, ...], list[UnitBatch]] = {}
+        self._listed: dict[tuple[int, ...], Listed | None] = {}
+
+    def listed(self, active: Sequence[int]) -> Listed | None:
+        """Return the active weights as our kernels take them; None if they do not serve."""
+        key, x = tuple(active), self.weights[0].stored
+        if not (_kernels.on_accelerator(x) and _kernels.is_differentiated_by_autograd(x)):
+            return None
+        import weightnorm._kernels.step  # noqa: F401 (defines the operators)
+
+        if key not in self._listed:
+            if len(self._listed) >= 8:
+                self._listed.clear()
+            self._listed[key] = self._list([self.weights[i] for i in active], active)
+        return self._listed[key]
+
+    def _list(self, weights: list[InPlaceWeight], active: Sequence[int]) -> Listed | None:
+        from weightnorm._kernels.triton import blocks_of
+
+        w: list[Tensor] = []
+        blocks: list[int] = []
+        for weight in weights:
+            x = weight.x if weight.rows else weight.stored
+            mine = blocks_of(x.shape, Units() if weight.rows else weight.units)
+            if mine is None or weight.index is not None or not x.is_contiguous() or not x.numel():
+                return None
+            w.append(x)
+            blocks += mine
+        narrow = []
+        if weights[0].copy is not None:
+            plain = [local(weight.weight.detach()) for weight in weights]
+            narrow = [
+                weight.unit_view(x) if weight.rows else x
+                for weight, x in zip(weights, plain, strict=True)
+            ]
+        starts = [0, *itertools.accumulate(self.counts)]
+        fan_in = [weight.fan_in() for weight in weights]
+        return Listed(weights, w, narrow, blocks, [starts[i] for i in active], fan_in)
+
+    def _sums(self, listed: Listed, grad: list[Tensor]) -> Tensor | None:
+        """Return Σw², Σ∇w·w and Σ∇w of every unit if some lie on several ranks, else None."""
+        if not any(weight.cut for weight in listed.weights):
+            return None
+        sums = self.g.new_zeros(len(self.g), 3)
+        torch.ops.weightnorm.unit_sums_(listed.w, grad, listed.blocks, listed.first, sums)
+        parts: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        for weight, first in zip(listed.weights, listed.first, strict=True):
+            if weight.cut:
+                parts[weight.cut].append(sums[first : first + weight.count])
+        for groups, columns in parts.items():
+            sum_columns(columns, groups)
+        return sums
 
     def batches(self, active: Sequence[int]) -> list[UnitBatch]:
         """Return the active weights in batches."""
@@ -194,6 +262,11 @@ class DeviceUnits:
             train_g: whether ∇g is set.
             project: False for ∇v = (g/‖v‖)∇w.
         """
+        listed = self.listed(active) if [*active] == [*graded] else None
+        if listed is not None:
+            self._launch_to_directions(listed, train_g=train_g, project=project)
+            is_v += active
+            return
         for i in active:
             self.weights[i].read_copy()
         has_gradient = {*graded}
@@ -210,6 +283,18 @@ class DeviceUnits:
             batch.scale(factor)
             is_v += batch.numbers
 
+    def _launch_to_directions(self, listed: Listed, *, train_g: bool, project: bool) -> None:
+        grad, grad_g = listed.gradients(), torch.empty_like(self.g)
+        grad_v = [torch.empty_like(x) for x in listed.w] if listed.narrow else grad
+        torch.ops.weightnorm.to_directions_(
+            listed.w, listed.narrow, grad, grad_v, self.g, self.norm, grad_g, self.was_zero,
+            self._sums(listed, grad), listed.blocks, listed.first, listed.fan_in, self.log, project,
+        )  # fmt: skip
+        for weight, slope, first in zip(listed.weights, grad_v, listed.first, strict=True):
+            whole = slope.as_strided(weight.stored.shape, weight.stored.stride())
+            part = grad_g[first : first + weight.count]
+            weight.set_gradients(whole, part if train_g else None)
+
     def rescale(self, active: Sequence[int]) -> None:
         """Give weights, whatever their length is, the length g; ‖v‖ stays."""
         g = self.g.clone()
@@ -219,18 +304,26 @@ class DeviceUnits:
         self.to_weights(active)
         self.norm.copy_(norm)
 
-    def shrink(self, i: int, factor: float) -> None:
-        """Multiply g of one weight."""
-        g = self.g.split(self.counts)[i]
-        if self.log:
-            if factor <= 0:
+    def shrink(self, active: Sequence[int], factors: Sequence[float]) -> None:
+        """Multiply g of the active weights: in one call where neighbors have the same factor."""
+        starts = [0, *itertools.accumulate(self.counts)]
+        runs: list[tuple[int, int, float]] = []
+        for i, factor in zip(active, factors, strict=True):
+            if runs and runs[-1][1:] == (starts[i], factor):
+                runs[-1] = runs[-1][0], starts[i + 1], factor
+            else:
+                runs.append((starts[i], starts[i + 1], factor))
+        for start, stop, factor in runs:
+            g = self.g[start:stop]
+            if not self.log:
+                g.mul_(factor)
+            elif factor > 0:
+                g.add_(math.log(factor))
+            else:
                 raise ValueError(
                     f"1 − lr·weight_decay is {factor:g}, but a log-scale cannot represent g ≤ 0; "
                     "lower the learning rate or the weight decay"
                 )
-            g.add_(math.log(factor))
-        else:
-            g.mul_(factor)
 
     def copies(self, active: Sequence[int]) -> list[Tensor]:
         """Return copies of the active weights."""
@@ -254,6 +347,14 @@ class DeviceUnits:
 
     def to_weights(self, active: Sequence[int]) -> None:
         """Overwrite v by w = g·v/‖v‖ (eq. 2), and keep the new ‖v‖."""
+        if (listed := self.listed(active)) is not None:
+            sums = self._sums(listed, listed.w)
+            torch.ops.weightnorm.to_weights_(
+                listed.w, listed.narrow, self.g, self.norm, self.was_zero,
+                None if sums is None else sums[:, 0].contiguous(),
+                listed.blocks, listed.first, self.log,
+            )  # fmt: skip
+            return
         for batch in self.batches(active):
             norm, g = batch.norms(), self.lengths(batch)
             size = g.abs()
@@ -324,9 +425,18 @@ def _project(
         batch.weights[k].set_gradients(grad, grad_g[k] if train_g else None)
 
 
+def sum_columns(parts: list[Tensor], groups: Sequence[Any]) -> None:
+    """Sum columns over the ranks of process groups, in place, with one all-reduce each."""
+    joined = torch.cat(parts)
+    for group in groups:
+        torch.distributed.all_reduce(joined, group=group)
+    for part, total in zip(parts, joined.split([len(p) for p in parts]), strict=True):
+        part.copy_(total)
+
+
 def units_by_device(weights: Iterable[InPlaceWeight], log: bool) -> list[DeviceUnits]:
     """Return one `DeviceUnits` for each device and dtype."""
-    found: dict[tuple[torch.device, torch.dtype], list[InPlaceWeight]] = defaultdict(list)
+    found: dict[tuple[Any, ...], list[InPlaceWeight]] = defaultdict(list)
     for weight in weights:
-        found[weight.stored.device, weight.stored.dtype].append(weight)
+        found[weight.stored.device, weight.stored.dtype, weight.weight.dtype].append(weight)
     return [DeviceUnits(each, log) for each in found.values()]

@@ -7,11 +7,6 @@ Note [units split across ranks]
     Each rank works on its shard of a DTensor. Where a unit lies on several ranks (columns under
     tensor parallelism, transposed convolutions under FSDP2), its squares and products are summed
     over them: one all-reduce for all such weights.
-
-Note [short rows keep their direction]
-    A row of length g = 0 would be w = 0, which has no direction. So the model never gets a row
-    shorter than `SHORTEST`: where |g| is smaller, w = ±SHORTEST·v/‖v‖, while g itself is kept
-    exactly. The error in w is at most 2·10⁻¹². A row that was zero, and whose g is 0, stays zero.
 """
 
 from __future__ import annotations
@@ -24,10 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm._dtensor import is_sharded, local, placed_like
-from weightnorm._units import EPS, Parts, Units, wide_dtype
-
-SHORTEST = 2 * EPS
-"""Length of the shortest row in the model, see Note [short rows keep their direction]."""
+from weightnorm._units import EPS, Parts, Units, agree, wide_dtype
 
 State = dict[str, Any]
 
@@ -235,6 +227,15 @@ class InPlaceWeight:
             here = torch.empty_like(self.stored).copy_(here)
         return here
 
+    def narrow_grad(self) -> Tensor:
+        """Return the gradient of a bfloat16 or float16 weight, laid out as the float32 copy."""
+        grad = self.weight.grad
+        assert grad is not None
+        here = local(placed_like(grad, self.weight)) if is_sharded(self.weight) else grad
+        if here.stride() != self.stored.stride():
+            here = torch.empty_like(self.stored, dtype=here.dtype).copy_(here)
+        return here
+
     def replacement(self, grad: Tensor, new: Tensor) -> Tensor:
         """Return new values for a result of `local_grad` in a tensor that takes no more memory."""
         new = new.as_strided(grad.shape, self.stored.stride())
@@ -377,12 +378,6 @@ def read_lengths(g: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     zero = length <= EPS
     g = torch.where(agree(g, length), g, torch.copysign(length, g))
     return g, torch.copysign(length.masked_fill(zero, 1.0), g), zero
-
-
-def agree(g: Tensor, length: Tensor) -> Tensor:
-    """Return where ‖w‖ is what g gives, but for rounding. False for zero rows and NaN."""
-    size = g.abs().clamp_min_(SHORTEST)
-    return (length - size).abs_() < size.mul_(64 * torch.finfo(g.dtype).eps)
 
 
 def overflow_is_nan(norm: Tensor) -> Tensor:

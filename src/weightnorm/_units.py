@@ -22,6 +22,16 @@ EPS = 1e-12
 """Units with a norm up to this count as zero."""
 
 
+SHORTEST = 2 * EPS
+"""Length of the shortest row that the optimizer form leaves in a model.
+
+Note [short rows keep their direction]
+    A row of length g = 0 would be w = 0, which has no direction. Where |g| is smaller than
+    `SHORTEST`, w = ±SHORTEST·v/‖v‖, while g itself is kept exactly. The error in w is at most
+    2·10⁻¹². A row that was zero, and whose g is 0, stays zero.
+"""
+
+
 class Parts(NamedTuple):
     """Direction v and signed length g of a normalized weight."""
 
@@ -211,3 +221,9 @@ def exact_dtype(x: Tensor) -> torch.dtype:
 def in_float64(x: Tensor) -> Tensor:
     """Return x in float64; on the CPU if its device has no such type."""
     return x.to("cpu" if x.device.type == "mps" else x.device, torch.float64)
+
+
+def agree(g: Tensor, length: Tensor) -> Tensor:
+    """Return where ‖w‖ is what g gives, but for rounding. False for zero rows and NaN."""
+    size = g.abs().clamp_min_(SHORTEST)
+    return (length - size).abs_() < size.mul_(64 * torch.finfo(g.dtype).eps)

@@ -459,10 +459,11 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         if self._decay_on != "w":
             return
         for units, which in zip(self._units, active, strict=True):
-            for i in which:
-                group = self.param_groups[self._group_of[units.weights[i].weight]]
-                if decay := group.get("weight_decay"):
-                    units.shrink(i, 1 - float(group["lr"]) * decay)
+            owners = [self._group_of[units.weights[i].weight] for i in which]
+            groups = [self.param_groups[number] for number in owners]
+            factors = [1 - float(g["lr"]) * (g.get("weight_decay") or 0) for g in groups]
+            if any(factor != 1 for factor in factors):
+                units.shrink(which, factors)
 
     # ---- ‖v‖.
 

@@ -4,10 +4,6 @@
 ``weightnorm::to_weights_`` turns every v into w and updates ‖v‖. Both take lists of weights and g,
 ‖v‖ and ∇g as columns with one number for each unit of all of them. As the operators in triton.py,
 they have an implementation in torch's operations for devices that Triton does not serve.
-
-Note [short rows]
-    A row of length |g| < `SHORTEST` would lose its direction as w = g·v/‖v‖. w gets the length
-    `SHORTEST` instead, and g itself is kept exactly. A row that was zero, and whose g is 0, is 0.
 """
 
 from __future__ import annotations
@@ -18,18 +14,10 @@ import torch
 from torch import Tensor
 
 from weightnorm._kernels import triton as module_form
-from weightnorm._units import EPS, Units
+from weightnorm._units import EPS, SHORTEST, Units, agree
 
-SHORTEST = 2 * EPS
-"""Length of the shortest row of a weight, see Note [short rows]."""
 BLOCKS = Units((0, 2))
 """The units of a weight that is seen as (outer, before, units, after)."""
-
-
-def agrees(g: Tensor, length: Tensor) -> Tensor:
-    """Return where ‖w‖ is what g gives, but for rounding. False for zero rows and NaN."""
-    size = g.abs().clamp_min(SHORTEST)
-    return (length - size).abs() < size * (64 * torch.finfo(g.dtype).eps)
 
 
 def unit_sums(
@@ -63,7 +51,7 @@ def _to_directions_by_operations(
         stored, length = g[part].view(shape), square.sqrt()
         length = torch.where(length.isinf(), torch.nan, length)
         old = stored.exp() if log else stored
-        same, zero = agrees(old, length), length <= EPS
+        same, zero = agree(old, length), length <= EPS
         sign = torch.where(old < 0, -1.0, 1.0)
         new = torch.where(same, old, sign * length)
         signed = sign * torch.where(zero, 1.0, length)

@@ -137,7 +137,11 @@ def test_every_changed_or_missing_byte_is_refused(tmp_path_factory, position, fl
 
 
 @pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(B)[:-9], gzip.compress(A)])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no gzip", gzip.compress(B)[:-9], gzip.compress(A)],
+    ids=["empty", "no gzip", "cut", "another"],
+)
 def test_damaged_file_is_reported_and_kept(root, content):
     """Even if another file is missing: nothing is downloaded."""
     path = root / "toy-files/b.txt.gz"

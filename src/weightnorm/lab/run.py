@@ -28,6 +28,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -189,6 +190,8 @@ class Run:
     def _close(self) -> None:
         if self._progress is not None:
             self._progress.close()
+        if "_events" in self.__dict__:
+            self._events.close()
         for which, handler in self._handlers.items():
             signal.signal(which, handler)
         self._handlers.clear()
@@ -415,7 +418,7 @@ class Run:
         return self.ranks.sum(self.totals[name].clone(), f"the epoch's sum of {name}").item()
 
     def log(self, **metrics: Tensor | float) -> None:
-        """Record an epoch: a line of metrics.jsonl, and a row on the screen."""
+        """Record an epoch: a line of metrics.jsonl, TensorBoard, and a row on the screen."""
         if any(self.ranks.any(not self._finite)):
             self._diverge()
         numbers = {name: _number(name, value) for name, value in metrics.items()}
@@ -423,8 +426,19 @@ class Run:
         self.metrics.append(row)
         if self.ranks.first:
             append_row(self.folder / "metrics.jsonl", row)
+            for name, value in row.items():
+                if name != "epoch":
+                    self._events.add_scalar(name, value, self.epoch + 1)
+            self._events.flush()
         if self._progress is not None:
             self._progress.end_epoch(numbers)
+
+    @cached_property
+    def _events(self) -> Any:
+        """The TensorBoard writer; the events of epochs that are repeated are dropped."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.folder / "events"), purge_step=self.epoch + 1)
 
     def save_arrays(self, name: str, **arrays: Tensor) -> None:
         """Write arrays, such as samples, to ``name.npz`` beside the record for the report."""

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commands import (
     BASE,
@@ -106,6 +107,8 @@ def test_record_of_a_run(command_reference):
     assert {"commit", "torch", "python", "device", "threads", "machine"} <= set(session)
     assert all(row["seconds"] > 0 for row in record.metrics)
     assert {"flush_denormal", "keeps_freed_memory"} <= set(session)
+    events = EventAccumulator(str(folder / "events")).Reload()
+    assert [event.step for event in events.Scalars("test_error")] == [1, 2, 3, 4]
 
 
 def test_finished_run_is_not_repeated_and_keeps_one_checkpoint(reference):

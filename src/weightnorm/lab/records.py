@@ -121,9 +121,15 @@ def by_seed(records: Iterable[RunRecord], metric: str) -> dict[int, float | None
 
 
 def find_records(root: Path) -> tuple[list[RunRecord], list[str]]:
-    """Read every run below a folder. Returns the records, and a message for each unreadable one."""
+    """Read every run below a folder. Returns the records, and a message for each unreadable one.
+
+    Runs in a folder called ``grid`` below it have chosen learning rates: they are no results, and
+    are read when they are asked for.
+    """
     records, problems = [], []
     for folder in sorted(path.parent for path in root.rglob("config.json")):
+        if "grid" in folder.relative_to(root).parts:
+            continue
         try:
             records.append(load_record(folder))
         except RecordError as error:  # noqa: PERF203

@@ -224,6 +224,15 @@ def test_damaged_records_are_read_or_refused(tmp_path_factory, damages):
     assert all(str(folder) in problem and "\n" not in problem for problem in problems)
 
 
+def test_runs_that_chose_a_learning_rate_are_no_results():
+    results = Path(__file__).parents[3] / "docs" / "results" / "classify"
+    grid, problems = find_records(results / "grid")
+    assert problems == []
+    assert {record.config["seed"] for record in grid} == {11}
+    assert len(grid) == 15  # five parameterizations, three rates
+    assert not {r.folder for r in find_records(results)[0]} & {r.folder for r in grid}
+
+
 def test_copies_of_a_run_count_once():
     def run(name, machine="A", result=None, **config):
         return RunRecord(Path(name), "classify", "cpu", config, [{"machine": machine}], [], result)

@@ -2,6 +2,7 @@
 # make test   lint, types and all tests
 # make docs   build the documentation site in build/site
 # make tables update the tables and figures of the documents from docs/results
+# make test-gpu    check the kernels on a GPU, and measure
 # make dist   build the source distribution and the wheel, check both, and try the wheel
 # make test-versions  test the library with every supported torch and Python
 # Each but the last two sets up .venv first, and again when pyproject.toml or constraints.txt changes.
@@ -11,7 +12,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo tour docs tables conformance bench browser test lint types unit format dist test-versions clean
+.PHONY: demo tour docs tables conformance bench browser test lint types unit format dist test-gpu test-versions clean
 
 demo: $(READY)
 	$(BIN)/weightnorm demo --out out
@@ -71,6 +72,11 @@ dist:
 	$(TOOLS)/bin/python -m twine check --strict dist/*
 	$(TOOLS)/bin/check-wheel-contents dist/*.whl
 	$(TOOLS)/bin/python tests/check_dist.py dist constraints.txt
+
+# On a machine with a GPU: correctness of the kernels, then the record of the benchmarks to send us.
+test-gpu: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m pytest -q -p no:cacheprovider tests/gpu_cases.py
+	$(BIN)/weightnorm bench step vocoder recurrent op mean-only optimizer --device cuda --out gpu
 
 # One environment after the other, each with gigabytes of torch; `python tests/versions.py --help`.
 # Environments that have a record in docs/results/versions are not tested again.

@@ -32,7 +32,7 @@ class Experts(nn.Module):
     def loss(self, i):
         torch.manual_seed(i)
         weights = [p for n, p in self.named_parameters() if "unused" not in n and p.ndim > 1]
-        return sum((p.float() * torch.randn(p.shape)).sin().sum() for p in weights)
+        return sum((p.float() * torch.randn(p.shape).to(p.device)).sin().sum() for p in weights)
 
 
 def optimizer_of(model, inner, **options):

@@ -25,7 +25,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FILES = ("triton_cases", "test_kernels", "test_optimizer_accelerator")
+FILES = ("triton_cases", "test_kernels", "test_optimizer_accelerator", "gpu_cases")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 
@@ -40,7 +40,12 @@ def test_in_the_interpreter():
             *("-k", "(not test_kernels or on_accelerator) and not launches"),
             *("-p", "no:cacheprovider"),
         ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "WEIGHTNORM_TEST_DEVICE": "cpu",
+            "PYTHONPATH": path,
+        },
         cwd=HERE.parent,
         capture_output=True,
         text=True,

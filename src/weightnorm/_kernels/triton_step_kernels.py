@@ -190,12 +190,35 @@ def table(
             geometry = (count, after, before * after, first[k], fan_in[k] if fan_in else 0)
             rows.append([*(each[k] for each in addresses), *geometry])
             units += [(k, j) for j in range(outer * count)]
-        device = w[0].device
         _tables[key] = (
-            torch.tensor(rows, dtype=torch.int64).to(device),
-            torch.tensor(units, dtype=torch.int32).to(device),
+            _on_device(torch.tensor(rows, dtype=torch.int64), w[0].device),
+            _on_device(torch.tensor(units, dtype=torch.int32), w[0].device),
         )
     return _tables[key]
+
+
+_pinned: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+_captured: list[Tensor] = []
+"""What the copies in CUDA graphs read, as long as the process lives."""
+
+
+def _on_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a table to the device, also while a CUDA graph is captured.
+
+    A capture refuses copies from memory that is not pinned, and cannot pin any, so a block of the
+    size is kept from the step before it.
+    """
+    if device.type != "cuda":
+        return x.to(device)
+    is_capturing, key = torch.cuda.is_current_stream_capturing(), (x.shape, x.dtype)
+    ready = _pinned.pop(key, None)
+    if ready is None:
+        ready = torch.empty_like(x, pin_memory=True)
+    if is_capturing:
+        _captured.append(ready)
+    else:
+        _pinned[key] = torch.empty_like(x, pin_memory=True)
+    return ready.copy_(x).to(device, non_blocking=True)
 
 
 def tile(blocks: Sequence[int]) -> int:

@@ -132,7 +132,7 @@ def find_records(root: Path) -> tuple[list[RunRecord], list[str]]:
             continue
         try:
             records.append(load_record(folder))
-        except RecordError as error:  # noqa: PERF203
+        except RecordError as error:
             problems.append(str(error))
     return records, problems
 

@@ -112,10 +112,11 @@ def test_torchs_dqn_agent_learns_the_same_as_ours():
 # Launches
 
 
-def test_launches_are_the_same_every_time():
+def test_launches_are_the_same_every_time_and_within_their_limits():
     for case in launches.cases(QUICK):
         first, second = (measure(case, QUICK) for _ in range(2))
         assert first["results"] == second["results"]
+        assert all(limit["met"] for limit in first["goals"]), case.name
         assert first["results"][launches.OURS]["median"] > first["results"]["plain"]["median"] > 0
 
 

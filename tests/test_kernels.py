@@ -4,7 +4,10 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd import gradcheck, gradgradcheck
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from weightnorm import _kernels
 from weightnorm._kernels import closed_form, compose, cpu, formula
@@ -273,3 +276,38 @@ def test_torchs_second_derivative_is_corrected_and_can_be_left_alone():
     finally:
         cpu.correct_torch_second_derivative()
     torch.testing.assert_close(*second_derivative())
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("units", "placement", "whole"),
+    [
+        (Units(0), Shard(0), True),
+        (Units(1), Shard(1), True),
+        (Units((0, 1)), Shard(1), True),
+        (Units(None), Replicate(), True),
+        (Units(0), Shard(1), False),
+    ],
+)
+def test_a_shard_of_whole_units_is_computed_by_its_rank(mesh, monkeypatch, units, placement, whole):
+    v, g = leaves((4, 3, 2), units)
+    expected = reference(v, g, units)
+    grad_w = torch.randn(4, 3, 2, dtype=v.dtype)
+    formulas = []
+    monkeypatch.setattr(_kernels, "formula", lambda *args: formulas.append(args) or formula(*args))
+    sharded = [distribute_tensor(v.detach(), mesh, [placement])]
+    placement_of_g = placement if whole else Replicate()
+    sharded.append(distribute_tensor(g.detach(), mesh, [placement_of_g]))
+    leaves_ = [x.requires_grad_() for x in sharded]
+    w = compose(*leaves_, units)
+    assert (not formulas) == whole
+    torch.testing.assert_close(w.full_tensor(), expected)
+    got = torch.autograd.grad(w, leaves_, distribute_tensor(grad_w, mesh, [placement]))
+    wanted = torch.autograd.grad(expected, (v, g), grad_w)
+    torch.testing.assert_close(tuple(x.full_tensor() for x in got), wanted)

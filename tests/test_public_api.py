@@ -62,6 +62,7 @@ FUNCTIONAL = {
     "norm": f"(v, units={Units()})",
     "project": f"(x, w, units={Units()})",
     "row_norm_low_rank": "(W, A, B, s=1.0)",
+    "use_triton": "(enabled=True)",
 }
 
 DIAGNOSTICS = {

@@ -169,7 +169,7 @@ def test_a_kernel_that_fails_gives_way_with_one_warning(monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(triton_kernels, "compose", fails)
-    monkeypatch.setattr(triton, "_is_enabled", True)
+    monkeypatch.setattr(triton, "is_enabled", True)
     v, g = torch.randn(3, 4), torch.ones(3, 1)
     with _kernels.assume_accelerator(), pytest.warns(UserWarning, match="no compiler.*take over"):
         w = _kernels.compose(v, g, Units())
@@ -185,7 +185,7 @@ def test_lack_of_memory_is_raised(monkeypatch):
     monkeypatch.setattr(triton_kernels, "compose", fails)
     with _kernels.assume_accelerator(), pytest.raises(torch.OutOfMemoryError):
         _kernels.compose(torch.randn(3, 4), torch.ones(3, 1), Units())
-    assert triton._is_enabled
+    assert triton.is_enabled
 
 
 def test_offsets_beyond_2_to_the_31():

@@ -30,9 +30,22 @@ __all__ = [
     "norm",
     "project",
     "row_norm_low_rank",
+    "use_triton",
 ]
 
 ROWS = Units()
+
+
+def use_triton(enabled: bool = True) -> None:
+    """Choose whether Triton kernels compute weights on accelerators, as they do by default.
+
+    Without them torch's operations do. The environment variable ``WEIGHTNORM_TRITON=0`` has the
+    same effect. If a kernel cannot be compiled, a warning is issued once and torch's operations
+    take over.
+    """
+    from weightnorm._kernels import triton
+
+    triton.is_enabled = enabled
 
 
 def norm(v: Tensor, units: Units = ROWS) -> Tensor:

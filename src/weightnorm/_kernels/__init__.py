@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from weightnorm._dtensor import is_sharded, local, placed_like
 from weightnorm._kernels import cpu
 from weightnorm._kernels.formula import closed_form, formula
 from weightnorm._kernels.formula import gradients as _gradients
@@ -39,7 +40,8 @@ def compose(v: Tensor, g: Tensor, units: Units, eps: float = EPS) -> Tensor:
     """Return w = g·v/‖v‖ by the kernel of this device."""
     units.check(v, g)
     if not is_differentiated_by_autograd(v):
-        return formula(v, g, units, eps)
+        w = _compose_shard(v, g, units, eps) if is_sharded(v) and _only_autograd() else None
+        return formula(v, g, units, eps) if w is None else w
     w = None
     if on_accelerator(v):
         from weightnorm._kernels import triton
@@ -52,6 +54,19 @@ def compose(v: Tensor, g: Tensor, units: Units, eps: float = EPS) -> Tensor:
     if torch.is_grad_enabled() and (v.requires_grad or g.requires_grad):
         return closed_form(v, g, units, eps)
     return formula(v, g, units, eps)
+
+
+def _compose_shard(v: Any, g: Tensor, units: Units, eps: float) -> Tensor | None:
+    """Return w from this rank's shard of v and g; None if a unit lies on several ranks."""
+    kept = units.kept(v.ndim)
+    whole = (p.is_replicate() or (p.is_shard() and p.dim in kept) for p in v.placements)
+    if units.groups > 1 or not is_sharded(g) or not all(whole):
+        return None
+    w = compose(local(v), local(placed_like(g, v)), units, eps)
+    sharded: Tensor = type(v).from_local(
+        w, v.device_mesh, v.placements, run_check=False, shape=v.shape, stride=v.stride()
+    )
+    return sharded
 
 
 def norm(v: Tensor, units: Units) -> Tensor:
@@ -104,10 +119,12 @@ def is_eager(v: Tensor) -> bool:
 def is_differentiated_by_autograd(v: Tensor) -> bool:
     """Return whether only reverse-mode autograd is active: no compiler, function transform or
     tracer. Forms with a hand-written backward pass need it."""
+    return type(v) in _PLAIN and not v.is_meta and _only_autograd()
+
+
+def _only_autograd() -> bool:
     return (
-        type(v) in _PLAIN
-        and not v.is_meta
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not are_functorch_transforms_active()
         and get_tracing_state() is None
         and forward_ad._current_level < 0

@@ -34,18 +34,8 @@ Blocks = list[int]
 SERVED = ("cuda", "xpu")
 """Devices that Triton has a backend for; "cuda" is also AMD's."""
 
-_is_enabled = os.environ.get("WEIGHTNORM_TRITON", "1") != "0"
-
-
-def use_triton(enabled: bool = True) -> None:
-    """Choose whether Triton kernels compute weights on accelerators, as they do by default.
-
-    Without them torch's operations do. The environment variable ``WEIGHTNORM_TRITON=0`` has the
-    same effect. If a kernel cannot be compiled, a warning is issued once and torch's operations
-    take over.
-    """
-    global _is_enabled
-    _is_enabled = enabled
+is_enabled = os.environ.get("WEIGHTNORM_TRITON", "1") != "0"
+"""Set by ``functional.use_triton``."""
 
 
 def blocks_of(shape: tuple[int, ...], units: Units) -> Blocks | None:
@@ -192,7 +182,7 @@ def or_operations(launch: Callable[..., Any], operations: Callable[..., Any]) ->
 
     @functools.wraps(operations)
     def call(*args: Any) -> Any:
-        if _is_enabled:
+        if is_enabled:
             try:
                 return launch(*args)
             except Exception as error:
@@ -204,6 +194,7 @@ def or_operations(launch: Callable[..., Any], operations: Callable[..., Any]) ->
 
 def _give_up(error: Exception) -> None:
     """Use torch's operations from now on, with one warning; raise if memory has run out."""
+    global is_enabled
     if isinstance(error, torch.OutOfMemoryError):
         raise error
     if not (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
@@ -212,7 +203,7 @@ def _give_up(error: Exception) -> None:
             "operations take over",
             stacklevel=3,
         )
-    use_triton(False)
+    is_enabled = False
 
 
 for _name, _operations, _fake, _launch in (

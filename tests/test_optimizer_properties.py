@@ -157,6 +157,23 @@ TestTraining = Training.TestCase
 TestTraining.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
 
 
+class CompiledTraining(Training):
+    """The same with compiled steps among them."""
+
+    @rule()
+    def compiled_step(self):
+        if self.inner == "adam":  # compiled, it counts steps in float32
+            return
+        self.count += 1
+        set_gradients(self.model, self.twin, self.count)
+        torch.compile(self.optimizer.step, backend="eager")()
+        self.reference.step()
+
+
+TestCompiledTraining = CompiledTraining.TestCase
+TestCompiledTraining.settings = settings(max_examples=6, stateful_step_count=8, deadline=None)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_step_follows_memory_and_state(backend):
     """Weights that are loaded, memory that is replaced, and state that is reset, between steps."""

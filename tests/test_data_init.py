@@ -241,9 +241,10 @@ def test_several_inputs_and_custom_forward():
 def test_a_layer_without_bias_is_only_scaled_and_all_axes_but_units_count_as_examples():
     layer, x = nn.Linear(4, 3, bias=False), torch.randn(5, 7, 4) + 1
     mean, std = moments(layer(x), unit=-1)
-    data_dependent_init(layer, x)
+    report = data_dependent_init(layer, x)
     after = moments(layer(x), unit=-1)
     torch.testing.assert_close(after, (mean / std, torch.ones(3)))
+    assert "no bias: the mean stays" in str(report)
 
 
 @pytest.mark.parametrize("normed", [False, True])

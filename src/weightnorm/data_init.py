@@ -373,6 +373,7 @@ def _read(
         std_after=std_after,
         target_std=target,
         dead=tuple(i for i, is_dead in enumerate(dead) if is_dead),
+        centers=run.layer.bias is not None or run.is_centered,
     )
     return _Measured(total, bool(finite), deviation, row)
 

@@ -25,6 +25,8 @@ class LayerInit:
     target_std: float = 1.0
     dead: tuple[int, ...] = ()
     """Units that were constant on the batch and left as they were."""
+    centers: bool = True
+    """Whether the layer has a bias, or batch normalization, that sets the mean to 0."""
     skipped: str = ""
     """Why the layer was left as it was; empty if it was initialized."""
 
@@ -33,10 +35,11 @@ class LayerInit:
         """The row of the table, as strings; of a skipped layer only name, class and reason."""
         if self.skipped:
             return self.name, self.kind, f"skipped: {self.skipped}"
-        dead = f"{len(self.dead)} dead: {_shortened(self.dead)}" if self.dead else ""
+        notes = [f"{len(self.dead)} dead: {_shortened(self.dead)}"] if self.dead else []
+        notes += [] if self.centers else ["no bias: the mean stays"]
         after = round(self.mean_after, 3) + 0.0  # not -0
         numbers = (self.mean_before, self.std_before, after, self.std_after, self.target_std)
-        return self.name, self.kind, str(self.units), *(f"{x:.3g}" for x in numbers), dead
+        return self.name, self.kind, str(self.units), *(f"{x:.3g}" for x in numbers), "; ".join(notes)
 
 
 @dataclass(frozen=True)

@@ -471,6 +471,7 @@ GIVEN = {
     "integer": (2, torch.full((3, 1), 2.0)),
     "scalar tensor": (torch.tensor(0.5), torch.full((3, 1), 0.5)),
     "tensor": (torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [2.0], [3.0]])),
+    "function of the shape": (lambda shape: shape[1] ** -0.5, torch.full((3, 1), 0.5)),
 }
 
 
@@ -504,7 +505,10 @@ def test_initial_g_of_lazy_and_zero_weights():
     assert (parts(model[0]).g == 2).all()
     zero = nn.Linear(4, 3)
     nn.init.zeros_(zero.weight)
-    torch.testing.assert_close(norm(weight_norm(zero, g=1.0).weight), torch.ones(3, 1))
+    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]])
+    masked = weight_norm(zero, g=1.0, mask=mask).weight
+    torch.testing.assert_close(norm(masked), torch.tensor([[1.0], [1.0], [0.0]]))
+    assert not masked[mask == 0].any()
 
 
 def test_initial_g_may_be_negative_on_a_linear_scale():
@@ -567,6 +571,14 @@ BAD = {
     ),
     "g not finite": (nn.Linear(3, 2), {"g": float("nan")}, ValueError, "g=nan must be finite"),
     "log of 0": (nn.Linear(3, 2), {"g": 0, "scale": "log"}, ValueError, "g=0 must be positive"),
+    "fixed at 0": (nn.Linear(3, 2), {"g": 0, "train_g": False}, ValueError, "g=0 must be positive"),
+    "g from a wrong function": (
+        nn.Linear(3, 2),
+        {"g": lambda shape: "1"},
+        TypeError,
+        r"g=1 for Linear.weight of shape \(2, 3\); expected a number or a tensor",
+    ),
+    "no direction": (nn.Linear(3, 2), {"dim": (0, 1)}, ValueError, "keeps every axis"),
     "g on meta": (nn.Linear(3, 2, device="meta"), {"g": 1}, ValueError, "g would lose its values"),
     "no such parameter": (
         nn.Linear(3, 2),

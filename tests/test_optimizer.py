@@ -674,7 +674,13 @@ WRONG = {
     "retract": ({"retract": "unit"}, "retract='unit'; expected a number from 0"),
     "beyond": ({"retract": 3.0}, "the norm to hold it at is `v_norm`"),
     "v_norm": ({"v_norm": -1.0}, r"v_norm is -1.0 for 0.weight after 0 steps; expected a positive"),
+    "v_norm of a type": ({"v_norm": lambda name, step: "2"}, "v_norm is '2' for 0.weight after 0"),
     "g": ({"g": torch.ones(5)}, "does not broadcast to"),
+    "g of one layer": (
+        {"g": lambda shape: len(shape) - 2.0, "train_g": False},
+        "5.weight of shape",
+    ),
+    "axes of a stack": ({"dim": (0, 1, 2)}, r"0.weight has shape \(4, 3, 3\), and dim=\(0, 1, 2\)"),
     "log g": ({"g": -1.0, "scale": "log"}, "must be positive"),
     "project": ({"project": False}, "pass train_g=False with it"),
     "frozen decay": ({"train_g": False, "weight_decay_on": "w"}, "pass weight_decay_on=None"),
@@ -684,8 +690,20 @@ WRONG = {
 
 @pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG.keys())
 def test_options_that_cannot_work_are_refused(options, message):
+    model = network()
     with pytest.raises((ValueError, IndexError), match=message):
-        WeightNormOptimizer(network(), torch.optim.SGD, lr=0.1, **options)
+        WeightNormOptimizer(model, torch.optim.SGD, lr=0.1, **options)
+    torch.testing.assert_close(model.state_dict(), network().state_dict(), rtol=0, atol=0)
+
+
+def test_a_wrong_norm_on_a_schedule_changes_nothing():
+    model = network()
+    optimizer = WeightNormOptimizer(
+        model, torch.optim.SGD, lr=0.1, retract=0.5, v_norm=lambda name, step: 1.0 - step
+    )
+    with pytest.raises(ValueError, match=r"v_norm is 0.0 for 0.weight after 1 steps"):
+        train(model, optimizer, [0])
+    torch.testing.assert_close(model.state_dict(), network().state_dict(), rtol=0, atol=0)
 
 
 def test_optimizers_that_cannot_work_are_refused():
@@ -1060,9 +1078,13 @@ INITIAL = {"number": 2.0, "tensor": torch.arange(1.0, 5.0).view(4, 1, 1).double(
 
 
 @pytest.mark.parametrize("g", INITIAL.values(), ids=INITIAL)
+@pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("scale", ["linear", "log"])
-def test_initial_length_is_that_of_the_module_form(g, scale):
-    plain, normed = network()[0], weight_norm_model(network()[0], g=g, scale=scale)
+def test_initial_length_is_that_of_the_module_form(g, scale, zeros):
+    plain, normed = network()[0], network()[0]
+    for layer in (plain, normed) if zeros else ():
+        nn.init.zeros_(layer.weight[:2])
+    weight_norm_model(normed, g=g, scale=scale)
     mine = WeightNormOptimizer(plain, torch.optim.Adam, lr=0.01, g=g, scale=scale)
     theirs = torch.optim.Adam(normed.parameters(), lr=0.01)
     torch.testing.assert_close(plain.weight, normed.weight)
@@ -1074,6 +1096,37 @@ def test_initial_length_is_that_of_the_module_form(g, scale):
             optimizer.zero_grad()
     torch.testing.assert_close(plain.weight, normed.weight, atol=1e-12, rtol=1e-11)
     torch.testing.assert_close(mine.parts()["weight"].v, parts(normed).v.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_zero_units_with_a_length_have_random_directions(dtype):
+    model = network().to(dtype)
+    nn.init.zeros_(model[2].weight)
+    nn.init.zeros_(model[5].weight)
+    normed = weight_norm_model(copy.deepcopy(model), g=0.5)
+    optimizer = WeightNormOptimizer(model, torch.optim.SGD, lr=0.1, g=0.5)
+    precision = {"atol": 0.01, "rtol": 0.01} if dtype == torch.bfloat16 else {}
+    for name, weight in optimizer.normalized().items():
+        layer = normed.get_submodule(name.removesuffix(".weight"))
+        torch.testing.assert_close(weight.weight, layer.weight, **precision)
+        rows = weight.units.rows(weight.weight.detach()).double()
+        products = rows @ rows.T
+        torch.testing.assert_close(
+            products.diag(), 0.25 * torch.ones(len(rows)).double(), **precision
+        )
+        assert products.fill_diagonal_(0).abs().max() < 0.249  # 0.25 for parallel units
+
+
+def test_zero_units_of_a_fixed_length_train():
+    model = network()
+    nn.init.zeros_(model[5].weight)
+    optimizer = WeightNormOptimizer(
+        model, torch.optim.SGD, lr=0.1, g=0.5, train_g=False, retract=True
+    )
+    before = model[5].weight.detach().clone()
+    train(model, optimizer, range(5))
+    assert (model[5].weight - before).norm(dim=1).min() > 1e-3
+    torch.testing.assert_close(functional.norm(model[5].weight), torch.full((4, 1), 0.5).double())
 
 
 class Experts(nn.Module):

@@ -122,9 +122,11 @@ def placements(rank, folder):
     for mesh in meshes:
         for name, make in layers.items():
             for axis in (Shard(0), Shard(1), Replicate()):
-                for dim in ("auto", None):
+                for dim, g in (("auto", None), (None, None), ("auto", 0.5)):
                     torch.manual_seed(0)
                     plain, spread = make().double(), make().double()
+                    if g is not None:  # every unit gets a random direction, on every rank the same
+                        nn.init.zeros_(plain.weight)
                     places = [axis, Shard(0)][: mesh.ndim]
                     for key, p in list(plain.named_parameters()):
                         here = places if key == "weight" else [Replicate()] * mesh.ndim
@@ -134,11 +136,11 @@ def placements(rank, folder):
                     pair = []
                     for layer in (plain, spread):
                         optimizer = WeightNormOptimizer(
-                            layer, torch.optim.SGD, lr=0.1, momentum=0.9, dim=dim
+                            layer, torch.optim.SGD, lr=0.1, momentum=0.9, dim=dim, g=g
                         )
                         advance(layer, optimizer, range(3))
                         pair.append(full(layer.weight))
-                    results[f"{name} {places} {dim} on {mesh.ndim}"] = tuple(pair)
+                    results[f"{name} {places} {dim} {g} on {mesh.ndim}"] = tuple(pair)
     return results
 
 
@@ -219,7 +221,7 @@ def test_sharded_forms_follow_one_process(request, form, world):
 @pytest.mark.parametrize("world", ["on_two", "on_four"])
 def test_units_on_several_ranks(request, world):
     for _, results, *_ in request.getfixturevalue(world):
-        assert len(results) == (18 if world == "on_two" else 36)
+        assert len(results) == (27 if world == "on_two" else 54)
         for name, (expected, got) in results.items():
             torch.testing.assert_close(got, expected, msg=lambda said, n=name: f"{n}: {said}")
 

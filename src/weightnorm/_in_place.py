@@ -292,6 +292,23 @@ class InPlaceWeight:
         else:
             norm.fill_(v_norm)
 
+    def fill_zero_units(self) -> None:
+        """Give every zero unit a random direction of norm 1."""
+        now = self.current()
+        x = self._unit_view(now)[0]
+        zero = self.lengths(x) <= EPS
+        if not bool(zero.any()):
+            return
+        whole = self.units.random_directions(self.weight.shape, self.name).to(now)
+        if is_sharded(self.weight):
+            from torch.distributed.tensor import distribute_tensor
+
+            mesh, placements = self.weight.device_mesh, self.weight.placements
+            whole = local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+        directions = torch.empty_like(now).copy_(whole)
+        x.copy_(torch.where(self.spread(zero), self._unit_view(directions)[0], x))
+        local(self.weight.detach()).copy_(now)
+
     def set_length(self, length: Tensor | None, log: bool) -> None:
         """Set g, by default to the ‖w‖ that it is; s = log g for a log-scale."""
         g = self.g.detach()

@@ -8,6 +8,7 @@ its axis 0 holds the groups' inputs one after the other, so g has one row for ea
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,6 +151,15 @@ class Units:
             return squares.sqrt()
         zero = squares == 0
         return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
+
+    def random_directions(self, shape: tuple[int, ...], name: str) -> Tensor:
+        """Return a weight whose units have random directions of norm 1, in float32 on the CPU.
+
+        Its generator is seeded with `name`, so that all ranks and devices have the same.
+        """
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+        x = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+        return x / self.spread(self.divisor(x), x)
 
     def exact_norm(self, v: Tensor) -> Tensor:
         """Return ‖v‖ in float64, to the bit the same on every device: halves are added up, so that

@@ -164,7 +164,12 @@ def plain_weight(module: nn.Module, name: str, dim: Dim, path: str | None = None
                 "normalize; pass dim=None for one g for the whole tensor. (Is it what FSDP1 or "
                 "DeepSpeed's ZeRO leaves on this rank? Then use torch's fully_shard)"
             )
-        _ = weight.units
+        units = weight.units
+        if isinstance(units.dim, tuple) and len(units.dim) == parameter.ndim:
+            raise ValueError(
+                f"{path} has shape {tuple(parameter.shape)}, and dim={dim} keeps every axis, so "
+                "that a unit is one number, without a direction; leave out the axes to normalize"
+            )
     return weight
 
 

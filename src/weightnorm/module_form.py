@@ -32,6 +32,8 @@ from weightnorm.inspection import find_normalized, is_weight_normed, normalized_
 from weightnorm.layers import Dim, PlainWeight, Where
 
 M = TypeVar("M", bound=nn.Module)
+Length = float | Tensor | Callable[[torch.Size], float | Tensor]
+"""An initial g: a number, a tensor that broadcasts to it, or a function of the weight's shape."""
 
 
 def weight_norm(
@@ -39,7 +41,7 @@ def weight_norm(
     name: str | None = None,
     dim: Dim = "auto",
     *,
-    g: float | Tensor | None = None,
+    g: Length | None = None,
     scale: Scale = "linear",
     mask: Tensor | None = None,
     eps: float = EPS,
@@ -57,7 +59,10 @@ def weight_norm(
             ``None``: one g for the whole tensor. Several axes, as ``(0, 1)`` of a stack of
             matrices, as a tuple. Negative axes count from the end.
         g: the initial length. ``None``: ‖w‖, which keeps the initial weight. A number sets every g;
-            a tensor must broadcast to the shape of g. Must be positive with ``scale="log"``.
+            a tensor must broadcast to the shape of g; a function gets the weight's shape and
+            returns either. Must be positive with ``scale="log"`` and with ``train_g=False``. Zero
+            units get random directions then, drawn by a generator that is seeded with the name of
+            the parameter. (Without `g` their direction is the diagonal, and w stays 0.)
         scale: train g itself (``"linear"``) or s with g = eˢ (``"log"``).
         mask: of 0 and 1, multiplied into v before the norm is taken, as autoregressive layers need.
         eps: units with ‖v‖ ≤ eps are treated as zero: w = 0, no gradient.
@@ -89,7 +94,7 @@ def weight_norm_model(
     *,
     where: Where | None = None,
     dim: Dim | Callable[[str, nn.Module], Dim] = "auto",
-    g: float | Tensor | None = None,
+    g: Length | None = None,
     scale: Scale = "linear",
     eps: float = EPS,
     train_g: bool = True,
@@ -181,7 +186,7 @@ def param_groups(
 class Options:
     """The options of ``weight_norm`` but for the choice of the weight."""
 
-    g: float | Tensor | None
+    g: Length | None
     scale: Scale
     mask: Tensor | None
     eps: float
@@ -193,14 +198,24 @@ class Options:
         mask = self.mask
         if mask is not None and not mask.is_meta and not ((mask == 0) | (mask == 1)).all():
             raise ValueError("mask must hold 0 and 1: it is multiplied into v more than once")
-        if self.g is None:
-            return
-        # Not on the default device, which may be "meta": from_pretrained builds models there.
-        g = self.g if isinstance(self.g, Tensor) else torch.tensor(self.g, device="cpu")
+        if self.g is not None and not callable(self.g):
+            self._as_length(self.g)
+
+    def _as_length(self, value: Any, source: str = "") -> Tensor:
+        """Return an initial length as a tensor; raise if no weight can have it."""
+        got = f"g={value}{source}"
+        try:
+            # Not on the default device, which may be "meta": from_pretrained builds models there.
+            g = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{got}; expected a number or a tensor") from None
         if not g.isfinite().all():
-            raise ValueError(f"g={self.g} must be finite")
+            raise ValueError(f"{got} must be finite")
         if self.scale == "log" and not (g > 0).all():
-            raise ValueError(f'g={self.g} must be positive with scale="log", where g = eˢ')
+            raise ValueError(f'{got} must be positive with scale="log", where g = eˢ')
+        if not (self.train_g or (g > 0).all()):
+            raise ValueError(f"{got} must be positive with train_g=False, which keeps it")
+        return g
 
     def check(self, weight: PlainWeight) -> None:
         """Raise if the weight cannot have these options."""
@@ -230,28 +245,46 @@ class Options:
         """Return the initial g in its shape, or raise if it does not broadcast to it."""
         if self.g is None:
             return None
-        value, shape = torch.as_tensor(self.g), weight.units.shape(weight.parameter.shape)
+        full = weight.parameter.shape
+        if callable(self.g):
+            value = self._as_length(self.g(full), f" for {weight.path} of shape {tuple(full)}")
+        else:
+            value = self._as_length(self.g)
+        shape = weight.units.shape(full)
         try:
-            return value.detach().broadcast_to(shape)
+            return value.broadcast_to(shape)
         except RuntimeError:
             raise ValueError(
                 f"g has shape {tuple(value.shape)}, which does not broadcast to {shape}"
             ) from None
+
+    def directions(self, weight: PlainWeight, mask: Tensor | None) -> Tensor:
+        """Return the weight with a random direction of norm 1 in place of every zero unit."""
+        w, units = functional.masked(weight.parameter.detach(), mask), weight.units
+        zero = units.spread(units.norm(w) <= self.eps, w)
+        if not zero.any():
+            return w
+        random = units.random_directions(w.shape, weight.path).to(w)
+        ones = w.new_ones(units.shape(w.shape))
+        unit = functional.compose(v=random, g=ones, units=units, mask=mask)
+        return torch.where(zero, unit, w)
 
     def parametrize(self, weight: PlainWeight) -> WeightNormParametrizationList:
         """Turn the weight into v and g."""
         module, name, parameter = weight.module, weight.name, weight.parameter
         g = self.initial_g(weight)
         mask = None if self.mask is None else self.mask.to(parameter, copy=True)
+        directions = None if g is None else self.directions(weight, mask)
         weight_norm = WeightNorm(weight.units, scale=self.scale, mask=mask, eps=self.eps).to(
             parameter.device
         )
         order = dict(module._parameters)
         registered = _parametrize.register(module, name, weight_norm)
         try:
-            if g is not None:
+            if g is not None and directions is not None:
                 with torch.no_grad():
                     registered.original0.copy_(weight_norm.stored(g.to(registered.original0)))
+                    registered.original1.copy_(directions)
             if not self.train_g:
                 freeze_length(registered)
         except BaseException:

@@ -42,7 +42,7 @@ from weightnorm._optimizer_groups import (
 from weightnorm._torch_private import GLOBAL_OPTIMIZER_HOOKS, disable_dynamo
 from weightnorm._units import EPS, Parts, Units
 from weightnorm.layers import Dim, Where
-from weightnorm.module_form import Options
+from weightnorm.module_form import Length, Options
 
 _COMPARED = {
     "weight_decay_on": "weight_decay_on",
@@ -84,7 +84,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         lengths: the optimizer of g; by default `inner`.
         others: the optimizer of all other parameters; by default that of g.
         where, dim, g, scale, train_g: as in ``weight_norm_model``. With `g` the model's weights are
-            rescaled, and ‖v‖ starts at their norm before that.
+            rescaled, and ‖v‖ starts at their norm before that, or at 1 where it is 0.
         retract: how far ‖v‖ is moved back after each step, from 0 (not at all) over 0.5 (half way,
             a brake) to 1 or True (it is held, so the learning rate alone sets the angle of a step).
         v_norm: ‖v‖ at the start, and what `retract` moves it to: a number, or a function of the
@@ -134,7 +134,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         others: Factory | None = None,
         where: Where | None = None,
         dim: Dim | Callable[[str, nn.Module], Dim] = "auto",
-        g: float | Tensor | None = None,
+        g: Length | None = None,
         scale: Literal["linear", "log"] = "linear",
         train_g: bool = True,
         retract: float = 0.0,
@@ -191,6 +191,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         if g is not None:  # ‖v‖ is that of the weights as they were
             self._is_new = False
             with torch.no_grad():
+                for each in self._weights:
+                    each.fill_zero_units()
                 for units, every in zip(self._units, self._every_weight(), strict=True):
                     units.rescale(every)
 
@@ -491,7 +493,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             steps = self.param_groups[0].get("steps", 0) + 1
             for units, norm in zip(self._units, held, strict=True):
                 for weight, column in zip(units.weights, norm.split(units.counts), strict=True):
-                    column.fill_(self._norm_at(weight.name, steps) or 1.0)
+                    if (value := self._norm_at(weight.name, steps)) is not None:
+                        column.fill_(value)
         return held
 
     # ---- Memory.

@@ -39,7 +39,8 @@ class LayerInit:
         notes += [] if self.centers else ["no bias: the mean stays"]
         after = round(self.mean_after, 3) + 0.0  # not -0
         numbers = (self.mean_before, self.std_before, after, self.std_after, self.target_std)
-        return self.name, self.kind, str(self.units), *(f"{x:.3g}" for x in numbers), "; ".join(notes)
+        cells = (self.name, self.kind, str(self.units), *(f"{x:.3g}" for x in numbers))
+        return *cells, "; ".join(notes)
 
 
 @dataclass(frozen=True)

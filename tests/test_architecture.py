@@ -30,7 +30,7 @@ OUTSIDE = {
     "files": {"torch", "safetensors"},
     "lab": {
         "ale_py", "gymnasium", "jinja2", "matplotlib", "numpy", "pandas", "PIL", "pooch", "ray",
-        "rich", "safetensors", "scipy", "sklearn", "stable_baselines3", "torch", "tyro",
+        "rich", "safetensors", "scipy", "sklearn", "stable_baselines3", "torch", "triton", "tyro",
     },
 }  # fmt: skip
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from weightnorm.lab.bench import convnet, dqn, launches, layers, optimizer
+from importlib.util import find_spec
+
+from weightnorm.lab.bench import convnet, dqn, kernels, launches, layers, optimizer
 from weightnorm.lab.bench.benchmark import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -17,5 +19,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         convnet.MEMORY,
         dqn.BENCHMARK,
         launches.BENCHMARK,
+        *([kernels.BENCHMARK] if find_spec("triton") else []),
     )
 }

@@ -31,7 +31,7 @@ def documented(nodes: int, port: int, *words: object) -> list[str]:
     (line,) = re.findall(rf"^\$ torchrun {start} .*$", text, re.MULTILINE)
     line = line.partition("#")[0].replace("first-host:29500", f"127.0.0.1:{port}")
     line = line.replace("--nproc-per-node 8", f"--nproc-per-node {2 // nodes}")
-    line = line.replace("--preset paper", "--preset demo").replace("--runs /shared/runs", "")
+    line = line.replace("--preset paper", "--preset demo").replace("--out /shared/runs", "")
     command = shlex.split(line)[2:]
     return [sys.executable, "-m", "torch.distributed.run", *command, *map(str, words)]
 

@@ -1,5 +1,6 @@
 """The snippets of docs/descendants.md, each compared with a formula written from its paper."""
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -8,23 +9,31 @@ import pytest
 import torch
 from torch import nn
 
+from frameworks import need
+
 PAGE = Path(__file__).parents[1] / "docs" / "descendants.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-NAMES = ["setup", "muown", "adam hyperball", "muon hyperball", "ngpt", "edm2", "fixed norm"]
+SETUP, *SECTIONS = PAGE.read_text().split("\n## ")
+BLOCKS = {
+    text.splitlines()[0]: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in SECTIONS
+}
+[START] = re.findall(r"```python\n(.*?)```", SETUP, re.DOTALL)
 STEPS = 20
 
 
-def build(name):
-    """(model in float64, optimizer) as the page makes them."""
+@pytest.fixture(autouse=True)
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def run(title, blocks=None):
+    """Run the snippets of a section as the page has them; return what they define."""
     torch.manual_seed(0)
-    scope = {}
-    exec(BLOCKS[0], scope)
-    scope["model"] = model = scope["model"].double()
-    for block in BLOCKS[2:4] if "hyperball" in name else [BLOCKS[NAMES.index(name)]]:
+    scope = {"__name__": "page"}
+    for block in [START, *BLOCKS[title][:blocks]]:
         exec(compile(block, PAGE.name, "exec"), scope)
-        if name == "adam hyperball":
-            break
-    return model, scope["optimizer"]
+    return scope
 
 
 def slope(w, i):
@@ -82,15 +91,19 @@ def length(w, axis=1):
     return w.norm(dim=axis, keepdim=True)
 
 
-def muown(w):
-    v, g, muon, adam = w.clone(), length(w), Muon(), Adam(0.9, 0.95)
-    scale = 0.2 * math.sqrt(max(w.shape))
+def muown(w, lr=0.001, lr_g=0.001, beta2=0.95, match_rms=True, norm=lambda i, start, new: new):
+    """Muon moves v, Adam g; `norm` says what ‖v‖ is after step i, given ‖v‖ before it and after."""
+    g, muon, adam = length(w), Muon(), Adam(0.9, beta2)
+    v = w / length(w) * norm(-1, length(w), length(w))
+    rows, columns = w.shape
+    scale = 0.2 * math.sqrt(max(rows, columns)) if match_rms else math.sqrt(max(1, rows / columns))
     for i in range(STEPS):
-        grad, u = slope(w, i), v / length(v)
+        grad, u, start = slope(w, i), v / length(v), length(v)
         grad_g = (grad * u).sum(1, keepdim=True)
-        grad_v = g / length(v) * (grad - grad_g * u)
-        v = v - 0.001 * scale * muon.update(grad_v).to(v.dtype)
-        g = g - 0.001 * adam.update(grad_g)
+        grad_v = g / start * (grad - grad_g * u)
+        v = v - lr * scale * muon.update(grad_v).to(v.dtype)
+        v = v / length(v) * norm(i, start, length(v))
+        g = g - lr_g * adam.update(grad_g)
         w = g * v / length(v)
     return w
 
@@ -104,8 +117,9 @@ def hyperball(w, inner):
     return w
 
 
-def ngpt(w, axis):
+def ngpt(w, axis=1):
     adam = Adam()
+    w = w / length(w, axis)
     for i in range(STEPS):
         w = w - 0.001 * adam.update(slope(w, i))
         w = w / length(w, axis)
@@ -114,7 +128,7 @@ def ngpt(w, axis):
 
 def edm2(w):
     adam, fan_in = Adam(), w.shape[1]
-    stored = w * math.sqrt(fan_in)  # RMS 1 in every row
+    stored = w / length(w) * math.sqrt(fan_in)  # RMS 1 in every row
     for i in range(STEPS):
         v = stored.clone().requires_grad_()
         used = v / (length(v) / math.sqrt(fan_in)) / math.sqrt(fan_in)
@@ -134,28 +148,152 @@ def fixed_norm(w):
     return w
 
 
+def with_radius(w):
+    """v keeps the norm that the weight had, and 1 where it was zero."""
+    radius, adam = 1 / math.sqrt(w.shape[1]), Adam()
+    norm = length(w)
+    if not w.any():
+        w, norm = run("A radius, and projections that start at zero")["model"][2].weight, 1.0
+    v = (w / length(w) * norm).detach()
+    for i in range(STEPS):
+        u = v / length(v)
+        grad = slope(radius * u, i)
+        v = v - 0.01 * adam.update(radius / norm * (grad - (grad * u).sum(1, keepdim=True) * u))
+        v = v / length(v) * norm
+    return radius * v / length(v)
+
+
+def capped(w):
+    v, g, of_v, of_g = w.clone(), length(w), Adam(), Adam()
+    for i in range(STEPS):
+        grad, u = slope(w, i), v / length(v)
+        grad_g = (grad * u).sum(1, keepdim=True)
+        grad_v = g / length(v) * (grad - grad_g * u)
+        v, g = v - 0.01 * of_v.update(grad_v), g - 0.01 * of_g.update(grad_g)
+        g = torch.where(g.abs() > 0.6, 0.6 * g / (g.abs() + 1e-7), g)  # as torch's renorm
+        w = g * v / length(v)
+    return w
+
+
+MUON = {"lr": 0.02, "beta2": 0.999, "match_rms": False}
+
+
+def braked(w):
+    return muown(w, **MUON, norm=lambda i, start, new: (start + new) / 2)
+
+
+def scheduled(w):
+    factor = 3.33 if w.shape == (16, 32) else 1.0
+    return muown(w, **MUON, norm=lambda i, *_: factor * (1 + (i + 1) / 10))
+
+
+def angular(w):
+    return muown(w, lr=0.01, lr_g=0.01, match_rms=False, norm=lambda *_: 1.0)
+
+
+RADIUS = "A radius, and projections that start at zero"
 FORMULAS = {
-    "muown": lambda w, layer: muown(w),
-    "adam hyperball": lambda w, layer: hyperball(w, Adam()),
-    "muon hyperball": lambda w, layer: hyperball(w, Muon()),
-    "ngpt": lambda w, layer: ngpt(w, {"0": 1, "2": 0}[layer]),
-    "edm2": lambda w, layer: edm2(w),
-    "fixed norm": lambda w, layer: fixed_norm(w),
+    # Section and number of its snippets to run: the formula of its weights.
+    ("Muown", 1): muown,
+    ("AngularMuown", 1): angular,
+    ("Hyperball", 1): lambda w: hyperball(w, Adam()),
+    ("Hyperball", 2): lambda w: hyperball(w, Muon()),
+    ("nGPT's normalization", 1): lambda w: ngpt(w, 1 if w.shape == (32, 16) else 0),
+    ("EDM2's forced weight norm", 1): edm2,
+    ("Fixed-norm training", 1): fixed_norm,
+    (RADIUS, 1): with_radius,
+    ("A brake on ‖v‖", 1): braked,
+    ("A schedule of ‖v‖", 1): scheduled,
+    ("A cap on the norm", 1): capped,
+    ("Stacks: experts, and q, k, v in one parameter", 2): lambda w: torch.stack(
+        [muown(matrix) for matrix in w]
+    ),
+    ("A critic in reinforcement learning", 1): ngpt,
 }
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_20_steps_equal_the_formula(name):
-    model, optimizer = build(name)
-    layers = {n: m for n, m in model.named_children() if isinstance(m, nn.Linear)}
-    expected = {n: FORMULAS[name](m.weight.detach().clone(), n) for n, m in layers.items()}
-    before = {n: m.weight.detach().clone() for n, m in layers.items()}
+@pytest.mark.parametrize(("title", "blocks"), FORMULAS)
+def test_20_steps_equal_the_formula(title, blocks):
+    scope = run(title, blocks)
+    model, optimizer = scope.get("critic", scope["model"]), scope["optimizer"]
+    weights = {name: weight.weight for name, weight in optimizer.normalized().items()}
+    before = copy.deepcopy(weights)
+    # A snippet may change the page's model before the optimizer sees it.
+    start = {**before, **dict(run(title, 0)["model"].named_parameters())}
+    if title == RADIUS:
+        nn.init.zeros_(start["2.weight"])
+    expected = {n: FORMULAS[title, blocks](start[n].detach().clone()) for n in weights}
     train(model, optimizer)
-    for n, layer in layers.items():
-        torch.testing.assert_close(layer.weight.detach(), expected[n], atol=1e-12, rtol=1e-10)
-        assert (layer.weight - before[n]).norm() > 0.001 * before[n].norm()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight.detach(), expected[name], atol=1e-12, rtol=1e-10)
+        assert (weight - before[name]).norm() > 0.001 * before[name].norm()
 
 
-def test_every_snippet_is_short():
-    assert len(BLOCKS) == len(NAMES)
-    assert all(len(block.splitlines()) <= 10 for block in BLOCKS)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dora_recipe_trains_as_peft_does(dropout, monkeypatch):
+    need("peft")
+    import peft
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    monkeypatch.setattr(DoraLinearLayer, "forward", DoraLinearLayer.forward)  # restored at the end
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False))
+    config = peft.LoraConfig(
+        r=2,
+        use_dora=True,
+        target_modules=["0", "2"],
+        lora_dropout=dropout,
+        init_lora_weights=False,
+    )
+    model, x = peft.get_peft_model(base, config), torch.randn(5, 8)
+    start, states = copy.deepcopy(model.state_dict()), []
+    for recipe in (False, True):
+        if recipe:
+            run("DoRA in peft")
+            monkeypatch.setattr(DoraLinearLayer, "get_weight_norm", None)  # not called any more
+            model.load_state_dict(start)
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (model(x) - 1).square().mean().backward()
+            optimizer.step()
+        states.append(copy.deepcopy(model.state_dict()))
+    theirs, mine = states
+    torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-10)
+    assert any((mine[name] - start[name]).abs().max() > 0.01 for name in mine)
+
+
+def test_critic_learns_the_values_of_a_random_policy():
+    gymnasium = pytest.importorskip("gymnasium")
+    scope = run("A critic in reinforcement learning")
+    critic, optimizer = scope["critic"], scope["optimizer"]
+    env = gymnasium.make("Pendulum-v1")
+    env.action_space.seed(0)
+    rows, (state, _) = [], env.reset(seed=0)
+    action = env.action_space.sample()
+    for _ in range(600):
+        following, reward, _, ended, _ = env.step(action)
+        after = env.action_space.sample()
+        rows.append([*state, *action, *following, *after, reward / 10])
+        state, action = (env.reset()[0] if ended else following), after
+    data, losses = torch.tensor(rows, dtype=torch.float64), []
+    for _ in range(200):
+        batch = data[torch.randint(len(data), (128,))]
+        # As in CrossQ, both pairs pass together, and there is no target network.
+        now, then = critic(torch.cat([batch[:, :4], batch[:, 4:8]]))[:, 0].chunk(2)
+        loss = (now - batch[:, 8] - 0.9 * then.detach()).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert sum(losses[-20:]) < 0.5 * sum(losses[:20])
+    for name in ("1.weight", "4.weight"):
+        rows = critic.get_parameter(name)
+        torch.testing.assert_close(length(rows).detach(), torch.ones(64, 1))
+
+
+def test_every_snippet_is_short_and_tested():
+    assert {title for title, _ in FORMULAS} | {"DoRA in peft", "Not covered"} == set(BLOCKS)
+    blocks = [START, *(block for section in BLOCKS.values() for block in section)]
+    assert all(sum(map(bool, block.splitlines())) <= 10 for block in blocks)

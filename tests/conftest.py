@@ -28,3 +28,10 @@ def no_global_hooks():
     """
     yield
     module._global_buffer_registration_hooks.clear()
+
+
+@pytest.fixture(autouse=True)
+def denormals():
+    """Take back what a run, a claim or a benchmark inside this process has set for it."""
+    yield
+    torch.set_flush_denormal(False)

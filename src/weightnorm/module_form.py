@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from weightnorm import _parametrize, functional, layers
 from weightnorm._dtensor import is_sharded
+from weightnorm._kernels import is_eager
 from weightnorm._parametrize import NormalizeWhenMaterialized
 from weightnorm._units import EPS
 from weightnorm._weight_norm import (
@@ -196,7 +197,7 @@ class Options:
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"eps={self.eps!r} must be a number, 0 or greater")
         mask = self.mask
-        if mask is not None and not mask.is_meta and not ((mask == 0) | (mask == 1)).all():
+        if mask is not None and is_eager(mask) and not ((mask == 0) | (mask == 1)).all():
             raise ValueError("mask must hold 0 and 1: it is multiplied into v more than once")
         if self.g is not None and not callable(self.g):
             self._as_length(self.g)

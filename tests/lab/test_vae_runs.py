@@ -73,7 +73,7 @@ def test_report_shows_curves_and_images(reference, tmp_path):
     assert "figure 2" in page
     assert "Samples: weight norm, seed 1" in page
     for shown in ("samples", "reconstructions"):
-        (file,) = (tmp_path / "figures").glob(f"*{shown}-weight-norm*")
+        (file,) = (tmp_path / "figures").glob(f"*weight-norm-{shown}*")
         assert file.suffix == ".png"
 
 

@@ -144,9 +144,9 @@ def table_header(names: Iterable[str], first: int, width: int) -> tuple[dict[str
     out; all metrics are in metrics.jsonl.
 
     >>> print(*table_header(["train_loss", "train_negative_elbo"], 5, 80)[1], sep="\\n")
-                            train
-               train     negative
-    epoch       loss         elbo
+                        train
+              train  negative
+    epoch      loss      elbo
     """
     columns: dict[str, int] = {}
     heads = {}

@@ -44,6 +44,7 @@ from weightnorm.init_report import InitReport, LayerInit
 from weightnorm.lab import classify
 from weightnorm.lab.cli import main
 from weightnorm.lab.config import folder
+from weightnorm.lab.data import DATA_SETS
 from weightnorm.lab.errors import (
     CheckpointError,
     ConfigError,
@@ -303,7 +304,7 @@ def test_result_with_other_values_is_printed(tmp_path, reference, capsys):
     (run_folder(tmp_path) / "result.json").write_text('{"test_error": 0.5, "a": "b", "c": null}')
     words = ["--epochs", "2", "--limit", "100", "--batch-size", "20", "--runs", str(tmp_path)]
     assert main(["run", "classify", "--preset", "demo", *words]) == 0
-    assert capsys.readouterr().out.strip().endswith("seed-1: test error 0.5")
+    assert capsys.readouterr().out.strip().endswith("seed-1\ntest error 0.5")
 
 
 def test_folder_of_other_settings_is_refused(tmp_path, reference):
@@ -359,7 +360,7 @@ def test_missing_data_names_the_files(tmp_path):
     )
     assert code == 1
     assert "data_batch_1" in err
-    assert "c99cafc152244af753f735de768cd75f" in err
+    assert DATA_SETS["cifar10"].files["data_batch_1"] in err
     assert str(tmp_path / "nothing" / "cifar-10-batches-py") in err
     assert "Traceback" not in err
 

@@ -29,8 +29,8 @@ OUTSIDE = {
     "_kernels": {"torch", "triton"},
     "files": {"torch", "safetensors"},
     "lab": {
-        "ale_py", "gymnasium", "jinja2", "matplotlib", "numpy", "pandas", "PIL", "pooch", "ray",
-        "rich", "safetensors", "scipy", "sklearn", "stable_baselines3", "torch", "triton", "tyro",
+        "ale_py", "gymnasium", "jinja2", "matplotlib", "numpy", "pandas", "peft", "PIL", "pooch",
+        "ray", "rich", "safetensors", "scipy", "sklearn", "stable_baselines3", "torch", "triton", "tyro",
     },
 }  # fmt: skip
 

@@ -182,7 +182,8 @@ def parts(module: nn.Module, name: str = "weight") -> Parts:
     """Return the direction v and the length g of a normalized weight.
 
     They are the parameters themselves, so writing to them changes the weight. Only with
-    ``scale="log"`` is g a new tensor, eˢ, and writing to it changes nothing. Both flavours of torch's weight norm are supported.
+    ``scale="log"`` is g a new tensor, eˢ, and writing to it changes nothing. Both flavours of
+    torch's weight norm are supported.
 
     >>> from weightnorm import weight_norm
     >>> v, g = parts(weight_norm(nn.Linear(2, 3)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from weightnorm.lab.bench import convnet, dqn, kernels, launches, layers, optimizer
+from weightnorm.lab.bench import convnet, dora, dqn, kernels, launches, layers, optimizer
 from weightnorm.lab.bench.benchmark import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -19,6 +19,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         convnet.MEMORY,
         dqn.BENCHMARK,
         launches.BENCHMARK,
+        *([dora.BENCHMARK] if find_spec("peft") else []),
         *([kernels.BENCHMARK] if find_spec("triton") else []),
     )
 }

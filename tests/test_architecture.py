@@ -30,7 +30,8 @@ OUTSIDE = {
     "files": {"torch", "safetensors"},
     "lab": {
         "ale_py", "gymnasium", "jinja2", "matplotlib", "numpy", "pandas", "peft", "PIL", "pooch",
-        "ray", "rich", "safetensors", "scipy", "sklearn", "stable_baselines3", "torch", "triton", "tyro",
+        "ray", "rich", "safetensors", "scipy", "sklearn", "stable_baselines3", "torch", "triton",
+        "tyro",
     },
 }  # fmt: skip
 

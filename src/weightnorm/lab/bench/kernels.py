@@ -148,7 +148,7 @@ def cases(settings: Settings) -> Iterator[Case]:
             MINIMUM: partial(float, least),
             OURS: partial(_passes_of, kernel),
         }
-        limit = at_most(OURS, 5 / 3, MINIMUM)
+        limit = at_most(OURS, 1.67, MINIMUM)
         yield Case(
             f"{name}: passes over the weight", counts, MINIMUM, (limit,), unit="passes", rounds=1
         )

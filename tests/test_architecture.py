@@ -19,9 +19,10 @@ LAYERS = [
     "parameterizations",
     "_in_place", "_device_units", "_optimizer_groups", "optimizer", "diagnostics",
     "lab.errors", "lab.files", "lab.weights", "lab.data", "lab.records", "lab.config",
-    "lab.environment", "lab.progress", "lab.runs", "lab.run", "lab.atari", "lab.replay_buffer",
+    "lab.environment", "lab.progress", "lab.run", "lab.atari", "lab.replay_buffer",
     "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language",
-    "lab.statistics", "lab.results", "lab.sweeps", "lab.sweep", "lab.interleaved", "lab.pool",
+    "lab.statistics", "lab.results", "lab.sweep_summary", "lab.sweep", "lab.interleaved",
+    "lab.pool",
     "lab.bench", "lab.claims", "lab.report", "lab.bench_output", "lab.cli",
 ]  # fmt: skip
 OUTSIDE = {

@@ -116,7 +116,7 @@ def sweep(words: list[str]) -> int:
 def run_sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
     """Run a grid and print its results; returns the exit code."""
     from weightnorm.lab.sweep import sweep
-    from weightnorm.lab.sweeps.summary import render
+    from weightnorm.lab.sweep_summary import render
 
     module = experiment(grid.experiment)
     if options.dry_run:

@@ -43,7 +43,7 @@ from weightnorm.lab.config import RunConfig, completed, folder, preset_of, scien
 from weightnorm.lab.environment import pick_device
 from weightnorm.lab.errors import ConfigError, RecordError, RunError, require
 from weightnorm.lab.records import RunRecord, load_record, read_rows
-from weightnorm.lab.sweeps.summary import SweepResult, check_metric, format_number
+from weightnorm.lab.sweep_summary import SweepResult, check_metric, format_number
 
 COMMAND = (sys.executable, "-m", "weightnorm", "run")
 POLL_SECONDS, LIVE_SECONDS = 0.1, 0.5

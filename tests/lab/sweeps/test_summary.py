@@ -14,7 +14,7 @@ from weightnorm.lab.config import scientific_fields
 from weightnorm.lab.errors import ConfigError
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.sweep import Grid
-from weightnorm.lab.sweeps.summary import SweepResult, render
+from weightnorm.lab.sweep_summary import SweepResult, render
 
 WN = Parameterization.WEIGHT_NORM
 

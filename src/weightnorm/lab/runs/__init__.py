@@ -1,1 +1,0 @@
-"""Shared by all experiments: configs, checkpoints, records, progress, ranks."""

@@ -1,1 +1,0 @@
-"""Grids of runs, executed on this machine or on a Ray cluster."""

@@ -1,5 +1,6 @@
 """Folding for the time of a block, and removing weight norm."""
 
+import contextlib
 import copy
 
 import pytest
@@ -9,6 +10,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from threads import in_threads
 from weightnorm import (
+    _kernels,
+    convert_state_dict,
     data_dependent_init,
     folded,
     init_,
@@ -530,3 +533,19 @@ def test_folding_torchs_hook_restores_its_attribute_and_the_order_of_hooks():
         assert len(layer._forward_pre_hooks) == 1
     assert torch.equal(layer.weight, before)
     assert list(layer._forward_pre_hooks) == hooks
+
+
+@every_layer
+def test_every_way_to_fold_gives_the_same_bits_on_every_device(case):
+    layer = weight_norm(case.make())
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    state = convert_state_dict(layer.state_dict(), to="folded")
+    names = weight_names(layer)
+    for path in (contextlib.nullcontext, _kernels.assume_accelerator):
+        with path():
+            with folded(layer):
+                assert all(torch.equal(getattr(layer, name), state[name]) for name in names)
+            removed = remove_weight_norm(copy.deepcopy(layer))
+            assert all(torch.equal(getattr(removed, name), state[name]) for name in names)

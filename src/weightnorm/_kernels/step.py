@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from weightnorm._kernels import triton as module_form
-from weightnorm._units import EPS, SHORTEST, Units, agree
-
-BLOCKS = Units((0, 2))
-"""The units of a weight that is seen as (outer, before, units, after)."""
+from weightnorm._kernels.triton import BLOCKS
+from weightnorm._units import EPS, SHORTEST, agree
 
 
 def unit_sums(

@@ -31,6 +31,8 @@ from weightnorm._kernels.formula import gradients
 from weightnorm._units import EPS, Units, wide_dtype
 
 Blocks = list[int]
+BLOCKS = Units((0, 2))
+"""The units of a weight that is seen as (outer, before, units, after)."""
 SERVED = ("cuda", "xpu")
 """Devices that Triton has a backend for; "cuda" is also AMD's."""
 
@@ -129,15 +131,11 @@ _LIBRARY.define(
 )
 
 
-def _units_of(blocks: Blocks) -> Units:
-    return Units((0, 2))
-
-
 def _compose_by_operations(
     v: Tensor, g: Tensor, blocks: Blocks, eps: float
 ) -> tuple[Tensor, Tensor]:
-    rows, units = v.reshape(blocks), _units_of(blocks)
-    norm = units.divisor(rows, eps)
+    rows = v.reshape(blocks)
+    norm = BLOCKS.divisor(rows, eps)
     w = rows * (g.reshape(norm.shape) / norm)
     return w.to(v.dtype).view(v.shape), norm.flatten()
 
@@ -145,9 +143,8 @@ def _compose_by_operations(
 def _backward_by_operations(
     grad_w: Tensor, v: Tensor, g: Tensor, norm: Tensor, blocks: Blocks
 ) -> tuple[Tensor, Tensor]:
-    units = _units_of(blocks)
-    norm = norm.view(units.shape(tuple(blocks)))
-    grad_v, grad_g = units.gradients(
+    norm = norm.view(BLOCKS.shape(tuple(blocks)))
+    grad_v, grad_g = BLOCKS.gradients(
         grad_w.reshape(blocks), v.reshape(blocks), g.reshape(norm.shape), norm
     )
     return grad_v.to(v.dtype).view(v.shape), grad_g.to(g.dtype).view(g.shape)

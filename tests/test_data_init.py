@@ -471,6 +471,7 @@ def _ranked(rank):
     }
 
 
+@pytest.mark.xdist_group("clusters")
 def test_ranks_give_the_result_of_one_process():
     results = on_ranks(len(SPLITS), _ranked)
     alone = _initialized()

@@ -363,7 +363,7 @@ def synced():
     return on_ranks(len(SPLITS), _synced)
 
 
-@pytest.mark.xdist_group("synced")
+@pytest.mark.xdist_group("clusters")
 @pytest.mark.parametrize("form", ["module", "around"])
 @pytest.mark.parametrize("name", SYNCED)
 def test_ranks_together_are_one_process(synced, name, form):

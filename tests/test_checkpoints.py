@@ -3,7 +3,6 @@
 import copy
 from fnmatch import fnmatchcase
 from itertools import permutations, product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -682,10 +681,3 @@ def test_random_state_dicts_load_or_are_refused(state, kind):
         torch.testing.assert_close(after, state["weight"].float(), rtol=1e-5, atol=1e-6)
     if any("original0" in key for key in missing) and any("original1" in key for key in missing):
         assert torch.equal(after, before)
-
-
-def test_document_has_the_counts_of_the_tests():
-    page = (Path(__file__).parents[1] / "docs" / "reliability.md").read_text()
-    assert f"{CONVERSIONS} random state dicts: names" in page
-    assert f"{LOADS} random state dicts" in page
-    assert f"{len(NOT_WEIGHT_NORM)} kinds of pair" in page

@@ -35,7 +35,7 @@ from weightnorm import (
 
 pytestmark = pytest.mark.xdist_group("clusters")  # they share their processes
 
-DOCS = Path(__file__).parents[1] / "docs" / "scaling.md"
+DOCS = Path(__file__).parents[1] / "docs" / "frameworks.md"
 STEPS, BATCH = 4, 8
 FORMS = ("module", "optimizer")
 VARIATIONS = ("", "-accumulated", "-recomputed")
@@ -245,11 +245,12 @@ def refusals():
 
 
 def documented():
-    """Run the code of docs/scaling.md, then an optimizer step."""
+    """Run the code of docs/frameworks.md on ranks, then an optimizer step."""
     torch.manual_seed(0)
     scope = {}
     with mock.patch.object(dist, "init_process_group"):  # this process is in a group already
-        for block in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL):
+        section = DOCS.read_text().partition("\n## Several ranks\n")[2]
+        for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
             exec(compile(block, DOCS.name, "exec"), scope)
     scope["plain"](scope["batch"]).square().mean().backward()
     scope["optimizer"].step()

@@ -4,7 +4,7 @@ For each environment: create a virtual environment in build/versions, install to
 tests need, run the library's tests (not the lab's), write a record to docs/results/versions, delete
 the virtual environment. After an interruption, the same command continues: an environment that has
 a record is not tested again (--again), and a finished installation is reused. The table of
-docs/compatibility.md is written from the records.
+docs/conformance.md is written from the records.
 
 torch's Linux wheels on PyPI include CUDA: several gigabytes each. PIP_EXTRA_INDEX_URL may name an
 index with CPU wheels, as .github/workflows/tests.yml does.
@@ -30,9 +30,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "docs" / "results" / "versions"
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "conformance.md"
 BUILD = ROOT / "build" / "versions"
-BEGIN, END = "<!-- table: make test-versions -->", "<!-- end of table -->"
+BEGIN, END = "<!-- table: make test-versions -->", "<!-- end of versions -->"
 
 Record = dict[str, Any]
 
@@ -89,40 +89,6 @@ PYTEST = (
     "-W=ignore:invalid escape sequence",
     "--override-ini=junit_family=xunit1",  # with the file of each test
 )
-
-MODULE_FORM = "Module form: `weight_norm`, `folded`, `parts`, `init_`"
-"""The feature of all files that FEATURES does not name."""
-FEATURES = {
-    # Feature: its tests, as paths or beginnings of paths.
-    MODULE_FORM: (),
-    "Data-dependent and data-free initialization": (
-        "tests/test_data_init.py",
-        "tests/test_robust_init.py",
-    ),
-    "Mean-only batch normalization": ("tests/test_mean_only.py", "tests/test_output_sums.py"),
-    "Optimizer form: `WeightNormOptimizer`": (
-        "tests/test_descendants.py",
-        "tests/test_optimizer.py",
-        "tests/test_optimizer_inner.py",
-        "tests/test_optimizer_properties.py",
-    ),
-    "`torch.compile`, `torch.export`, tracing": ("tests/test_compilers.py",),
-    "ONNX, int8, adapters": ("tests/test_deployment.py", "tests/test_differences.py"),
-    "DDP, FSDP2, tensor parallelism": (
-        "tests/test_clusters.py",
-        "tests/test_lost_ranks.py",
-        "tests/test_optimizer_clusters.py",
-        "tests/test_ranks_agree.py",
-    ),
-    "Checkpoints": ("tests/test_checkpoints.py", "tests/test_state_dicts.py"),
-    "Diagnostics": ("tests/diagnostics/",),
-}
-
-
-def feature_of(file: str) -> str:
-    """Return the feature that a test file belongs to."""
-    named = (f for f, beginnings in FEATURES.items() if file.startswith(beginnings))
-    return next(named, MODULE_FORM)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -291,23 +257,22 @@ def parse(xml: str) -> Record:
     }
 
 
-def total(record: Record, feature: str | None = None) -> Counter[str]:
-    """Sum the counts of the test files of a feature, or of all."""
+def total(record: Record) -> Counter[str]:
+    """Sum the counts of all test files."""
     counts: Counter[str] = Counter()
-    for file, of_file in record["files"].items():
-        if feature in (None, feature_of(file)):
-            counts.update(of_file)
+    for of_file in record["files"].values():
+        counts.update(of_file)
     return counts
 
 
 def cell(counts: Mapping[str, int]) -> str:
-    """Format the counts of a feature.
+    """Format the counts of an environment.
 
     >>> cell({"passed": 12, "failed": 1, "skipped": 0})
-    '**1 failed**, 12 passed'
+    '1 failed, 12 passed'
     """
-    words = [f"{counts[k]} {k}" for k in ("failed", "passed", "skipped") if counts.get(k)]
-    return ", ".join(f"**{each}**" if "failed" in each else each for each in words)
+    words = ("failed", "passed", "skipped")
+    return ", ".join(f"{counts[word]} {word}" for word in words if counts.get(word))
 
 
 def read_records(folder: Path) -> dict[Environment, Record]:
@@ -317,13 +282,13 @@ def read_records(folder: Path) -> dict[Environment, Record]:
 
 
 def table(records: Mapping[Environment, Record]) -> str:
-    """Format the records as Markdown: features × environments, failures and reasons of skips."""
-    heads = [f"torch {e.torch}<br>Python {e.python}" for e in records]
-    lines = [_row("", *heads), "|---" * (1 + len(heads)) + "|"]
-    for feature in FEATURES:
-        cells = [cell(total(record, feature)) or "not tested" for record in records.values()]
-        lines.append(_row(feature, *cells))
-    lines.append(_row("tested on", *(record["date"] for record in records.values())))
+    """Format the records as Markdown: a row per environment, failures and reasons of skips."""
+    counted = ("passed", "failed", "skipped")
+    lines = [_row("torch", "Python", *counted, "tested on"), "|---|---|--:|--:|--:|---|"]
+    for environment, record in records.items():
+        counts = total(record)
+        cells = (str(counts[outcome]) for outcome in counted)
+        lines.append(_row(environment.torch, environment.python, *cells, record["date"]))
     lines += _listed("Failed", records, "failures")
     lines += _listed("Skipped", records, "skips")
     return "\n".join(lines)

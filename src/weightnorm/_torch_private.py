@@ -72,5 +72,5 @@ try:
 except (AttributeError, ImportError) as error:
     raise ImportError(
         f"weightnorm uses a private name that torch {torch.__version__} does not have ({error}); "
-        "install a supported version, see docs/compatibility.md"
+        "install a supported version, see docs/conformance.md"
     ) from error

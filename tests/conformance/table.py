@@ -9,7 +9,7 @@ import torch
 from conformance.feature import Feature
 from conformance.implementation import Implementation
 
-BEGIN, END = "<!-- table: make conformance -->", "<!-- end of table -->"
+BEGIN, END = "<!-- table: make conformance -->", "<!-- end of conformance -->"
 REPOSITORIES = {
     "flax": "google/flax",
     "hifi-gan": "jik876/hifi-gan",
@@ -17,8 +17,6 @@ REPOSITORIES = {
     "transformers": "huggingface/transformers",
     "waveglow": "NVIDIA/waveglow",
 }
-MAX_LISTED = 6
-"""If more layer types fail than this, those that pass are listed instead."""
 
 Failures = Mapping[str, Mapping[str, Exception]]
 """Feature → layer type → the exception."""
@@ -46,15 +44,9 @@ def table(features: Sequence[Feature], columns: Mapping[str, Failures]) -> str:
 
 
 def cell(feature: Feature, failed: Mapping[str, Exception]) -> str:
-    """Format how many layer types pass, and which if only some do."""
-    passed = [layer for layer in feature.layers if layer not in failed]
-    count = f"{len(passed)}/{len(feature.layers)}"
-    if not failed:
-        return count
-    if not passed:
-        return f"**{count}**"
-    which = "not " + ", ".join(failed) if len(failed) <= MAX_LISTED else "only " + ", ".join(passed)
-    return f"**{count}**: {which}"
+    """Format how many layer types pass, in bold if some do not."""
+    count = f"{len(feature.layers) - len(failed)}/{len(feature.layers)}"
+    return f"**{count}**" if failed else count
 
 
 def release() -> str:

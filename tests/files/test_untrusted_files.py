@@ -286,11 +286,3 @@ def test_random_pickles_are_read_or_refused(value, cyclic, executes):
         torch.save(value, Path(temporary) / "m.pt")
         check_outcome(Path(temporary), "m.pt", {})
         assert not evidence.exists()
-
-
-def test_document_has_the_counts_of_the_tests():
-    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
-    cases = EXAMPLES["max_examples"]
-    assert f"{cases} random pickles" in page
-    assert f"{4 * cases} files with random truncation or changed bytes, {cases} of random" in page
-    assert f"{len(CLAIMS)} claims" in page

@@ -238,6 +238,6 @@ def test_all_layers_can_be_normalized(name):
 
 
 def test_document_lists_the_architectures():
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
     rows = re.findall(r"\| `(\w+)` \| (\d) \| `(\w+)` \|", page)
     assert rows == [(a.kind.__name__, str(a.dim), a.expects) for a in ARCHITECTURES.values()]

@@ -18,7 +18,7 @@ from commands import HANGS, environment, free_port, outcome, run_folder, same, s
 from weightnorm.lab.environment import Ranks
 from weightnorm.lab.records import load_record
 
-DOCS = Path(__file__).parents[3] / "docs" / "scaling.md"
+DOCS = Path(__file__).parents[3] / "docs" / "frameworks.md"
 WORDS = ("--parameterization", "weight-norm-mean-only", "--epochs", 4, "--limit", 191)
 WORDS = (*WORDS, "--batch-size", 20, "--init-examples", 51)
 WAIT_SECONDS = 600

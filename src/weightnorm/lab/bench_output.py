@@ -22,7 +22,7 @@ from weightnorm.lab.bench.benchmark import (
 )
 from weightnorm.lab.environment import pick_device
 from weightnorm.lab.errors import require
-from weightnorm.lab.report.bench import about, amount, interval, relative, share
+from weightnorm.lab.report.bench import about, amount, interval, relative
 
 COLORS = {"met": "green", "within noise": "yellow", "missed": "red"}
 
@@ -67,8 +67,6 @@ def _print(benchmark: dict[str, Any], out: Console) -> None:
         for goal in case["goals"]:
             text = escape(f"{goal['goal']}: {interval(goal, 3)}")
             out.print(f"  [{COLORS[goal['verdict']]}]{goal['verdict']}[/]: {text}", highlight=False)
-        if case["share"]:
-            out.print(f"  {escape(share(case))}", highlight=False)
 
 
 def _print_changes(before: dict[str, Any], now: dict[str, Any]) -> bool:

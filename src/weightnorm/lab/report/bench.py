@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from weightnorm.lab.records import Row
 from weightnorm.lab.report.figures import LEGEND_ROW, WIDTH, legend, panels
-from weightnorm.lab.report.style import INK, NO_BREAK, STYLES, Style
+from weightnorm.lab.report.style import INK, STYLES, Style
 from weightnorm.lab.report.tables import Item, frame
 
 COLUMNS = {
@@ -23,17 +24,12 @@ COLUMNS = {
     "batch norm": ("batch_norm", STYLES["batch-norm"]),
 }
 """Column of the summary → field of a case that names the implementation, and its style."""
+NO_BREAK = "\N{NO-BREAK SPACE}"
 SMALL = 0.1
 ROW = 0.27
 """Inches: height of a row of the chart."""
 NOISE = "noise"
 MARKS = {"met": "✓", "within noise": "~", "missed": "✗"}
-LIMITS = {
-    "matrix": "measured throughput of matrix products",
-    "convolution": "measured throughput of convolutions",
-    "memory": "measured memory bandwidth",
-    "copy of the weight": "speed of copying the weight",
-}
 INTRO = (
     "Implementations of the same work, timed in alternation: interquartile means of the ratios "
     "within a round, with 95 % bootstrap intervals. A goal is met if the whole interval is within "
@@ -42,53 +38,59 @@ INTRO = (
 )
 
 
-def items(found: Row) -> Iterator[Item]:
+def items(record: Row) -> Iterator[Item]:
     """Yield summary, chart, goals, and the measurements of every case."""
-    yield summary(found)
+    yield summary(record)
     caption = "Dashed: plain weights (for mean-only batch norm, BN: the convolution alone)."
     title = "Cost relative to plain weights"
-    yield Item(title, partial(overview, found), [caption], name="bench-summary")
-    yield goals(found)
-    yield from details(found)
+    yield Item(title, partial(overview, record), [caption], name="bench-summary")
+    rows = [
+        {
+            "work": f"{benchmark['title']}: {case['case']}",
+            "goal": goal["goal"],
+            "measured": interval(goal, 3),
+            "": goal["verdict"],
+        }
+        for benchmark, case in cases(record)
+        for goal in case["goals"]
+    ]
+    yield Item("Goals", frame(rows), folded=True)
+    yield from details(record)
 
 
-def about(found: Row) -> str:
-    """Describe the machine; older records have its measured limits."""
-    where, limits = found["environment"], found.get("limits")
-    speeds = (
-        f" Copies: {limits['memory'] / 1e9:.3g} GB/s (read and written); matrix products: "
-        f"{limits['matrix'] / 1e9:.3g} GFLOP/s; convolutions: "
-        f"{limits['convolution'] / 1e9:.3g} GFLOP/s."
-        if limits
-        else ""
-    )
-    return (
-        f"{where['machine']}{instructions(where)}, {where['device']}, {where['threads']} threads, "
-        f"torch {where['torch']}, at least {found['settings']['rounds']} rounds.{speeds}"
-    )
+def cases(record: Row) -> Iterator[tuple[Row, Row]]:
+    """Yield (benchmark, case) of every case."""
+    for benchmark in record["benchmarks"]:
+        for case in benchmark["cases"]:
+            yield benchmark, case
 
 
-def instructions(environment: Row) -> str:
-    """Name the vector instructions that torch uses; empty in records that do not have them."""
-    cpu = environment.get("cpu", {})
+def about(record: Row) -> str:
+    """Describe the machine: processor, vector instructions, threads and torch."""
+    where = record["environment"]
+    cpu = where.get("cpu", {})
     bfloat16 = ", bfloat16" if "avx512_bf16" in cpu.get("instruction_sets", ()) else ""
-    return f" ({cpu['torch_uses']}{bfloat16})" if "torch_uses" in cpu else ""
+    instructions = f" ({cpu['torch_uses']}{bfloat16})" if "torch_uses" in cpu else ""
+    return (
+        f"{where['machine']}{instructions}, {where['device']}, {where['threads']} threads, "
+        f"torch {where['torch']}, at least {record['settings']['rounds']} rounds."
+    )
 
 
-def findings(found: Row) -> list[str]:
+def tally(record: Row) -> list[str]:
     """Count the goals by verdict."""
-    counts = Counter(goal["verdict"] for _, _, goal in _goals(found))
-    tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-    return [f"{counts.total()} goals for cost: {tally}."] if counts else []
+    counts = Counter(goal["verdict"] for _, case in cases(record) for goal in case["goals"])
+    found = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    return [f"{counts.total()} goals for cost: {found}."] if counts else []
 
 
 # — tables —
 
 
-def summary(found: Row) -> Item:
+def summary(record: Row) -> Item:
     """Tabulate cost relative to the plain network: ours, torch's two, batch norm, and the goal."""
     rows = []
-    for case, line in _summary_lines(found):
+    for case, line in summary_lines(record):
         names = {column: line[field] for column, (field, _) in COLUMNS.items()}
         cells = {column: relative(case, name) if name else "—" for column, name in names.items()}
         goal = short_goal(case["goals"][line["goal"]])
@@ -98,15 +100,14 @@ def summary(found: Row) -> Item:
         "mean-only batch norm (BN) after a convolution relative to the convolution alone. With "
         "95 % intervals; lower is better. Goal for ours: ✓ met, ~ within noise, ✗ missed."
     )
-    return Item("Summary", frame(rows), [note], numeric=False)
+    return Item("Summary", frame(rows), [note])
 
 
-def _summary_lines(found: Row) -> Iterator[tuple[Row, Row]]:
+def summary_lines(record: Row) -> Iterator[tuple[Row, Row]]:
     """Yield each line of the summary with its case."""
-    for benchmark in found["benchmarks"]:
-        for case in benchmark["cases"]:
-            for line in case["summary"]:
-                yield case, line
+    for _, case in cases(record):
+        for line in case["summary"]:
+            yield case, line
 
 
 def short_goal(goal: Row) -> str:
@@ -124,31 +125,16 @@ def short_goal(goal: Row) -> str:
     return f"{text} {MARKS[goal['verdict']]}".replace(" ", NO_BREAK)
 
 
-def goals(found: Row) -> Item:
-    """Tabulate every goal, its measured value and the verdict."""
-    rows = [
-        {
-            "work": f"{benchmark['title']}: {case['case']}",
-            "goal": goal["goal"],
-            "measured": interval(goal, 3),
-            "": goal["verdict"],
-        }
-        for benchmark, case, goal in _goals(found)
-    ]
-    return Item("Goals", frame(rows), folded=True, numeric=False)
+def details(record: Row) -> Iterator[Item]:
+    """Yield a table of every implementation of every case for each benchmark."""
+    for benchmark in record["benchmarks"]:
+        yield Item(benchmark["title"], results(benchmark), folded=True)
 
 
-def _goals(found: Row) -> Iterator[tuple[Row, Row, Row]]:
-    for benchmark in found["benchmarks"]:
-        for case in benchmark["cases"]:
-            for goal in case["goals"]:
-                yield benchmark, case, goal
-
-
-def details(found: Row) -> Iterator[Item]:
-    """Tabulate every implementation of every case, one table for each benchmark."""
-    for benchmark in found["benchmarks"]:
-        rows = [
+def results(benchmark: Row) -> pd.DataFrame:
+    """Tabulate every implementation of every case of a benchmark."""
+    return frame(
+        [
             {
                 "case": "" if index else case["case"],
                 "implementation": name,
@@ -158,8 +144,7 @@ def details(found: Row) -> Iterator[Item]:
             for case in benchmark["cases"]
             for index, name in enumerate(case["results"])
         ]
-        notes = [f"{case['case']}: {text}." for case in benchmark["cases"] if (text := share(case))]
-        yield Item(benchmark["title"], frame(rows), notes, folded=True, numeric=False)
+    )
 
 
 # — cells —
@@ -203,26 +188,17 @@ def interval(value: Row, digits: int = 2) -> str:
     return f"{middle} [{low}, {high}]".replace(" ", NO_BREAK)
 
 
-def share(case: Row) -> str:
-    """Return how much of the machine's limit was reached; empty if that was not measured."""
-    found = case["share"]
-    if not found:
-        return ""
-    limit = LIMITS.get(found["limit"], found["limit"])
-    return f"{found['peer']} reaches {100 * found['value']:.0f} % of the {limit}"
-
-
 # — chart —
 
 
-def overview(found: Row) -> Figure:
+def overview(record: Row) -> Figure:
     """Draw the summary: a row of dots for each case, with a dashed line at plain weights.
 
     An implementation whose ratio is noise, or whose interval is unbounded, has no dot.
     """
     lines = [
         (case, line)
-        for case, line in _summary_lines(found)
+        for case, line in summary_lines(record)
         if case["results"][line["ours"]]["value"] >= SMALL  # else it is a share, not a ratio
     ]
     figure, (axes,) = panels()

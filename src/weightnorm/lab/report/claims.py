@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle, groupby
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -22,128 +22,157 @@ from weightnorm.lab.report.tables import Item, frame
 SIZES = {
     "quick": "Embedded digits and a small dense network: a fast check, not evidence.",
     "full": "CIFAR-10 at half its size and ConvPool-CNN-C at an eighth of its width; the noise of "
-    "batch statistics at CIFAR-10's own size, the step's time with the paper's own network.",
-    "long": "Claim 6 over ten epochs of MNIST, with three hidden layers of 256 units.",
-    "long-quick": "Claim 6 by the same protocol on embedded digits: a fast check, not evidence.",
+    "batch statistics at CIFAR-10's own size, claims 6 and 19 over ten epochs of MNIST.",
 }
-LISTS = {"finding": "Findings", "identity": "Identities", None: "Verdicts"}
-"""Kind of a claim → title of its table of verdicts; older records have one table."""
-PLURALS = {
-    "holds": "hold",
-    "holds qualitatively": "hold qualitatively",
-    "does not hold here": "do not hold here",
+STATEMENTS = {
+    "classify": ("18", "23"),
+    "vae": ("20.1", "20.2"),
+    "draw": ("20.3",),
+    "dqn": ("20.4", "20.5", "21", "24"),
 }
-CAPS = {6: math.log(10)}
-"""Claim → value at which its figures are capped, in records that do not name it: the loss of chance
-among ten classes, also of runs that diverged."""
+"""Experiment → claims, or single statements, about it."""
 
 
-def findings(record: RunRecord) -> list[str]:
-    rows = latest_rows(record.metrics)
-    return [f"{len(rows)} claims ({record.preset}): {tally(rows)}."]
+def tally(rows: Sequence[Row]) -> str:
+    """Count the verdicts and list the claims with each.
 
-
-def numbers_by_verdict(record: RunRecord) -> str:
-    """List the numbers of the claims with each verdict, such as ``holds: 1, 2; not shown: 3``."""
-    found: dict[str, list[str]] = {}
-    for row in latest_rows(record.metrics):
-        found.setdefault(_text(row, "verdict"), []).append(row["id"])
-    return "; ".join(f"{verdict}: {', '.join(numbers)}" for verdict, numbers in found.items())
-
-
-def tally(rows: list[Row]) -> str:
-    """Count the verdicts.
-
-    >>> tally([{"verdict": "holds"}, {"verdict": "not shown"}, {"verdict": "holds"}])
-    '2 hold, 1 not shown'
+    >>> tally([{"verdict": "holds", "id": "1"}, {"verdict": "holds", "id": "2"}])
+    'holds: 2 (1, 2)'
     """
-    counts = Counter(str(row.get("verdict")) for row in rows)
-    return ", ".join(
-        f"{count} {PLURALS.get(verdict, verdict) if count > 1 else verdict}"
-        for verdict, count in counts.most_common()
-    )
+    ids: dict[str, list[str]] = {}
+    for row in rows:
+        ids.setdefault(row["verdict"], []).append(row["id"])
+    return "; ".join(f"{verdict}: {len(x)} ({', '.join(x)})" for verdict, x in ids.items())
+
+
+def summary(record: RunRecord) -> list[str]:
+    """Count the verdicts of identities and findings, which are not counted together."""
+    rows = latest_rows(record.metrics)
+    titles = {"identity": "identities", "finding": "findings", None: "claims"}
+    return [
+        f"{sum(row.get('kind') == kind for row in rows)} {title}: {found}."
+        for kind, title in titles.items()
+        if (found := tally([row for row in rows if row.get("kind") == kind]))
+    ]
 
 
 def items(record: RunRecord) -> Iterator[Item]:
-    """Yield the verdicts, the figures, and every value that was measured."""
+    """Yield the identities, the findings with their rules, and the figures."""
     rows = latest_rows(record.metrics)
-    for kind, title in LISTS.items():
-        verdicts = [
-            {
-                "claim": f"{row['id']}. {_text(row, 'statement')}",
-                "n": _text(row, "n"),
-                "verdict": _text(row, "verdict"),
-            }
-            for row in rows
-            if row.get("kind") == kind
-        ]
-        if verdicts:
-            yield Item(title, frame(verdicts), numeric=False)
+    identities = [
+        {"identity": statement(row), "largest deviation": row["value"], "verdict": row["verdict"]}
+        for row in rows
+        if row.get("kind") == "identity"
+    ]
+    found = [row for row in rows if row.get("kind") == "finding"]
+    if found:
+        yield Item("Findings", findings(found))
+        rules = [{"claim": row["id"], "rule": row["rule"]} for row in found]
+        yield Item("Rules", frame(rules), folded=True)
+    if identities:
+        yield Item("Identities", frame(identities), folded=bool(found))
+    yield from items_of_older_records([row for row in rows if "kind" not in row])
     for row in rows:
         # Figures with the same title of panels are one figure.
         for title, each in groupby(row.get("figures") or (), lambda x: x.get("panels", "")):
             for together in [[*each]] if title else [[figure] for figure in each]:
                 name = title or together[0]["title"]
-                note = f"{row['verdict'].capitalize()}, n = {row['n']}."
                 yield Item(
                     f"Claim {row['id']}: {name}",
                     partial(claim_figure, row, together),
-                    [note],
+                    [f"{row['verdict'].capitalize()}, n = {row['n']}."],
                     folded=True,
                     name=slug(f"claim {record.preset} {row['id']} {name}"),
                 )
-    measured = [
-        {
-            "claim": row["id"],
-            "section": _text(row, "section"),
-            "measured": _text(row, "rule"),
-            "value": one_per_line(_text(row, "value")),
-            "paper": _text(row, "paper"),
-        }
+
+
+def items_of_older_records(rows: Sequence[Row]) -> Iterator[Item]:
+    """Yield the tables of a record that has one list of claims."""
+    if rows:
+        verdicts = [
+            {"claim": statement(row), "n": str(row["n"]), "verdict": row["verdict"]} for row in rows
+        ]
+        yield Item("Verdicts", frame(verdicts))
+        fields = {"claim": "id", "section": "section", "measured": "rule", "paper": "paper"}
+        measured = [
+            {**{head: row[field] for head, field in fields.items()}, "value": one_per_line(row)}
+            for row in rows
+        ]
+        heads = ["claim", "section", "measured", "value", "paper"]
+        yield Item("Measurements", frame(measured)[heads], folded=True)
+
+
+def findings(rows: Sequence[Row]) -> Any:
+    """Tabulate what the paper states, what was measured, and the verdict."""
+    return frame(
+        [
+            {
+                "claim": statement(row),
+                "paper": row["paper"],
+                "here": one_per_line(row),
+                "n": str(row["n"]),
+                "verdict": row["verdict"],
+            }
+            for row in rows
+        ]
+    )
+
+
+def about_experiment(experiment: str, rows: Sequence[Row]) -> list[Row]:
+    """Return the rows about an experiment."""
+    chosen = STATEMENTS.get(experiment, ())
+    whole = {x.partition(".")[0] for x in chosen}  # older records have no statements
+    return [
+        row
         for row in rows
+        if row["id"] in chosen or str(row["number"]) in chosen or row["id"] in whole
     ]
-    yield Item("Measurements", frame(measured), folded=True, numeric=False)
 
 
-def one_per_line(value: str) -> str:
-    """Return a value with one statement to a line: some claims are measured by many numbers.
+def statement(row: Row) -> str:
+    return f"{row['id']}. {row['statement']}"
 
-    >>> one_per_line("a 1 (n = 2; best); b 2")
-    'a 1 (n = 2; best)\\nb 2'
+
+def one_per_line(row: Row) -> str:
+    """Return the value of a row with one number to a line, methods named as in other tables.
+
+    >>> one_per_line({"value": "weight-norm 1 [0, 2], batch-norm 3 (n = 2; best); rest -4"})
+    'weight norm 1 [0, 2]\\nbatch norm 3 (n = 2; best)\\nrest −4'
     """
-    return re.sub(r"; (?![^()]*\))", "\n", value)
-
-
-def _text(row: Row, field: str) -> str:
-    return str(row.get(field, "—"))
+    text = re.sub(r"(?<![\w-])-(?=\d)", "−", row["value"])
+    for method in sorted(STYLES, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w-]){method}(?![\w-])", STYLES[method].name, text)
+    return re.sub(r"(; |(?<=\]), (?=[a-z]))(?![^()]*\))", "\n", text)
 
 
 def claim_figure(row: Row, figures: Sequence[dict[str, Any]]) -> Figure:
-    """Draw the curves of a claim; several figures become panels with one legend.
-
-    Values at the cap, which stand for anything above it, lie on a dotted line that says so.
-    """
+    """Draw the curves of a claim; several figures become panels with one legend."""
     drawing, grid = panels([x["title"] for x in figures] if len(figures) > 1 else ("",))
     names: dict[str, Line2D] = {}
-    bands = False
     for axes, figure in zip(grid, figures, strict=True):
-        cap = figure.get("cap", CAPS.get(row["number"]))
         styles = line_styles([series["name"] for series in figure["series"]])
         for series, style in zip(figure["series"], styles, strict=True):
             band = (series["low"], series["high"]) if series.get("low") else None
             names.setdefault(style.name, draw(axes, series["x"], series["y"], style, band))
-            bands = bands or band is not None
         axes.set_xlabel(figure["x"])
-        if cap and any(y >= cap * (1 - 1e-9) for x in figure["series"] for y in x["y"]):
-            axes.axhline(cap, color=INK, linestyle=":", linewidth=1)
-            at, words = ("axes fraction", "data"), "capped here: chance, or diverged"
-            axes.annotate(words, (0.01, cap), fontsize=9, va="bottom", xycoords=at)
+        if "cap" not in figure and row["number"] == 6:
+            mark_cap(axes)
+    grid[0].set_ylabel(figures[0]["y"])
     for axes, figure in zip(grid, figures, strict=True):
         scale(axes, figure.get("log_x", False), figure.get("log_y", False))
-    grid[0].set_ylabel(figures[0]["y"])
+    bands = any(axes.collections for axes in grid)
     words = "; line: mean over seeds; band: range over seeds" if bands else ""
     legend(drawing, names, f"n = {row['n']}{words}")
     return drawing
+
+
+def mark_cap(axes: Axes) -> None:
+    """Mark the value at which losses are capped in older records: that of chance."""
+    cap = math.log(10)
+    if axes.dataLim.y1 >= cap * (1 - 1e-9):
+        axes.axhline(cap, color=INK, linestyle=":", linewidth=1)
+        at, words = ("axes fraction", "data"), "capped here: chance, or diverged"
+        axes.annotate(words, (0.01, cap), fontsize=9, va="bottom", xycoords=at)
 
 
 def line_styles(names: list[str]) -> list[Style]:

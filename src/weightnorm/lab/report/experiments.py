@@ -10,7 +10,7 @@ import pandas as pd
 
 from weightnorm.lab.report import pictures
 from weightnorm.lab.report.pictures import Picture
-from weightnorm.lab.report.style import STYLES, Style, style_of
+from weightnorm.lab.report.style import STYLES, Style
 
 Config = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ METRICS = {
     "best_score": Metric("best epoch's score", digits=0),
     "score": Metric("score in testing", digits=0),
     "train_score": Metric("score in training", digits=0),
-    "mean_q": Metric("estimated values: max Q of initial states"),
+    "mean_q": Metric("estimated values, max Q of initial states"),
     "loss": Metric("Huber loss of a transition"),
     "v_norm": Metric("‖v‖, mean over units"),
     "w_norm": Metric("‖w‖, mean over units"),
@@ -112,11 +112,7 @@ class Experiment:
     """Name and metric of what every method is compared with, such as random play."""
     notes: tuple[str, ...] = ("Mean ± standard deviation over n finished runs.",)
     """Below the first table of results; config fields in braces are filled in."""
-    published_note: str = ""
     pictures: Callable[[pd.DataFrame, str], Iterator[Picture]] | None = None
-
-    def style(self, method: str, index: int = 0) -> Style:
-        return style_of(method, index, self.styles)
 
     def baseline(self, method: str) -> str:
         return self.baselines.get(method, "standard" if method != "standard" else "")
@@ -164,7 +160,6 @@ CLASSIFY = Experiment(
     paper_size={"width": "1", "epochs": "200", "limit": "none"},
 )
 
-UNSURE = "published, from memory"
 VAE = Experiment(
     "Convolutional VAE with inverse autoregressive flow",
     "Standard parameterization and weight normalization from the same initialization (section 5.2 "
@@ -190,10 +185,7 @@ VAE = Experiment(
     by="data",
     names={"mnist": "MNIST", "cifar10": "CIFAR-10", "digits": "Digits"},
     published={
-        "mnist": {
-            f"diagonal posterior ({UNSURE})": ("bound, nats", "−84.08"),
-            f"two steps of flow, 320 units ({UNSURE})": ("bound, nats", "−82.02"),
-        },
+        "mnist": {},
         "cifar10": {
             "the authors' larger runs, in Theano (published)": ("bits/dim", "3.28"),
             "the authors' larger runs, in TensorFlow (published)": ("bits/dim", "3.15"),
@@ -253,11 +245,9 @@ DRAW = Experiment(
     method=with_initial_g,
     method_fields=("parameterization", "initial_g"),
     styles=G_STYLES,
-    published={"binarized-mnist": {"DRAW with attention (published)": ("test bound", "−80.97")}},
+    published={"binarized-mnist": {}},
     paper_size={"steps": "64", "hidden": "256", "epochs": "100", "limit": "none"},
     notes=("Nats; mean ± standard deviation over n finished runs, at the last epoch.",),
-    published_note="The paper shows its bounds in a figure only. −80.97 is DRAW's own published "
-    "bound, cited from memory of that paper and not verified.",
     pictures=pictures.draw_pictures,
 )
 
@@ -274,17 +264,15 @@ DQN = Experiment(
     judged="train_score:last quarter",
     results={
         "Scores over training": {
+            "training, first quarter": "train_score:first quarter",
+            "training, last quarter": "train_score:last quarter",
             "best epoch": "best_score",
-            "first half": "score:first half",
-            "second half": "score:second half",
-            "last five": "score:last five",
-            "last epoch": "score",
-            "training, last five": "train_score:last five",
+            "testing, last five": "score:last five",
         }
     },
     curves=("train_score", "score"),
     more_curves=("mean_q", "loss"),
-    differences=over_training("score"),
+    differences=over_training("train_score"),
     difference_digits=0,
     paper_figure=("score", "4"),
     by="game",
@@ -312,8 +300,8 @@ DQN = Experiment(
     },
     reference=("random play", "random_score"),
     notes=(
-        "Mean score of the test phases of these epochs, and in training of the last five; mean ± "
-        "standard deviation over n finished runs.",
+        "Mean score of the games in training, of the best test phase, and of the last five; mean "
+        "± standard deviation over n finished runs.",
     ),
     pictures=pictures.game_pictures,
 )

@@ -6,7 +6,6 @@ import io
 import math
 import textwrap
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import matplotlib.style
@@ -15,14 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import (
-    FixedLocator,
-    LogLocator,
-    MaxNLocator,
-    NullFormatter,
-    NullLocator,
-    StrMethodFormatter,
-)
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from weightnorm.lab.report.experiments import FROM_ZERO, metric_of
 from weightnorm.lab.report.style import INK, MATPLOTLIB, Style
@@ -34,12 +26,12 @@ WIDTH, HEIGHT, LEGEND_ROW = 4.4, 2.9, 0.2
 PANEL_WIDTH = 4.0
 LETTERS, HANDLE_LETTERS = 12.5, 6
 """Characters of a legend in an inch, and those that the line before a name takes."""
+LABEL = 32
+"""Characters of a y label in a line."""
 TICKS = 6
 """On a logarithmic axis with at most this many values, one tick at each; else one per decade."""
 MARKERS = 8
 """Number of markers on a long line."""
-LARGE = 1000
-"""An x axis that reaches this value has fewer ticks, since their labels are wider."""
 NARROW = 3
 """Ratio of highest to lowest value below which a logarithmic axis has too few ticks."""
 REFERENCE = "#7a7f87"
@@ -59,12 +51,7 @@ def panels(titles: Sequence[str] = ("",)) -> tuple[Figure, list[Axes]]:
 
 
 def draw(
-    axes: Axes,
-    x: Any,
-    y: Any,
-    style: Style,
-    band: tuple[Any, Any] | None = None,
-    **how: Any,
+    axes: Axes, x: Any, y: Any, style: Style, band: tuple[Any, Any] | None = None, **how: Any
 ) -> Line2D:
     """Draw a line with markers, and a band from low to high if there is one."""
     if band is not None:
@@ -74,24 +61,25 @@ def draw(
     return axes.plot(x, y, color=style.color, **{**usual, "markevery": every, **how})[0]
 
 
-def legend(figure: Figure, names: dict[str, Line2D], note: str = "") -> None:
+def legend(figure: Figure, names: dict[str, Line2D], note: str) -> None:
     """Put the legend below the axes, where it hides nothing, and say what lines and bands are."""
     width, height = figure.get_size_inches()
     letters = int(LETTERS * width)
     longest = max(map(len, names), default=0) + HANDLE_LETTERS
     columns = max(1, min(len(names), letters // longest))
     lines = [textwrap.fill(name, max(letters // columns, 20)) for name in names]
-    rows = sum(line.count("\n") + 1 for line in lines) / columns + bool(note)
+    rows = sum(line.count("\n") + 1 for line in lines) / columns + 1
     figure.set_size_inches(width, height + LEGEND_ROW * math.ceil(rows))
     for name, line in names.items():
         line.set_label(name)
     how: dict[str, Any] = {"loc": "outside lower left", "ncols": columns, "handlelength": 3}
-    found = figure.legend([*names.values()], lines, title=note or None, **how)
+    found = figure.legend([*names.values()], lines, title=note, **how)
     found.set_alignment("left")
 
 
 def scale(axes: Axes, log_x: bool = False, log_y: bool = False, from_zero: bool = False) -> None:
     """Choose the scales of the axes and readable ticks; x counts epochs unless it is `log_x`."""
+    axes.set_ylabel(textwrap.fill(axes.get_ylabel(), LABEL))
     if from_zero:
         axes.set_ylim(bottom=0)
     low, high = axes.get_ylim()
@@ -99,7 +87,7 @@ def scale(axes: Axes, log_x: bool = False, log_y: bool = False, from_zero: bool 
         axes.set_yscale("log")
         low, high = axes.get_ylim()
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
     if log_x:
         axes.set_xscale("log")
@@ -107,10 +95,10 @@ def scale(axes: Axes, log_x: bool = False, log_y: bool = False, from_zero: bool 
         if len(ticks) <= TICKS:
             axes.xaxis.set_major_locator(FixedLocator(ticks))
             axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    else:
-        large = axes.get_xlim()[1] >= LARGE
-        axes.xaxis.set_major_locator(MaxNLocator(5 if large else "auto", integer=True))
+        axes.xaxis.set_major_formatter("{x:g}")
+    else:  # labels from 1000 on are wider
+        most: Any = 5 if axes.get_xlim()[1] >= 1000 else "auto"
+        axes.xaxis.set_major_locator(MaxNLocator(most, integer=True))
 
 
 def curve_figure(one: Setting, metric: str) -> Figure:
@@ -122,54 +110,44 @@ def curve_figure(one: Setting, metric: str) -> Figure:
     about, (label, factor, _) = one.about, metric_of(metric)
     units = about.units if metric in about.curves else about.units[:1]
     figure, grid = panels([f"at equal {unit}s" for unit in units] if len(units) > 1 else ("",))
-    left_out = about.not_drawn.get(metric)
-    methods = [m for m in one.methods if left_out is None or left_out not in m]
     names: dict[str, Line2D] = {}
+
+    def mean(method: str, runs: pd.DataFrame, name: str, **how: Any) -> None:
+        """Draw the mean over runs, and its band if there are several and no other style."""
+        values, n = one.curve(metric, runs)
+        if n:
+            style = one.style(method)
+            y, std = factor * values["mean"], abs(factor) * values["std"]
+            band = (y - std, y + std) if n > 1 and not how else None
+            drawn = draw(axes, values.index * per_epoch(one, unit, runs), y, style, band, **how)
+            names.setdefault(f"{style.name}, {name.format(n=n)}", drawn)
+
+    left_out = about.not_drawn.get(metric)
     for axes, unit in zip(grid, units, strict=True):
-        draw_mean = partial(_draw_mean, axes, names, one, metric, unit)
-        for method in methods:
+        for method in (m for m in one.methods if left_out is None or left_out not in m):
             best, papers = one.best[method], about.paper_rates.get(method)
-            draw_mean(method, one.finished(method), f"lr {best:g}, n = {{n}}")
+            mean(method, one.finished(method), f"lr {best:g}, n = {{n}}")
             if papers is not None and papers != best:
+                thin = {"linewidth": 0.9, "marker": "", "linestyle": "-."}
                 name = f"lr {papers:g} (the paper's), n = {{n}}"
-                runs = one.finished(method, papers)
-                draw_mean(method, runs, name, linewidth=0.9, marker="", linestyle="-.")
+                mean(method, one.finished(method, papers), name, **thin)
             tried = one.at(method)
             for run in tried.index[tried["state"] == UNFINISHED]:
                 runs = tried.loc[[run]]
                 state = f"unfinished, {progress(runs['record'].iloc[0])}"
-                draw_mean(method, runs, f"seed {runs['seed'].iloc[0]}: {state}", linestyle="--")
+                mean(method, runs, f"seed {runs['seed'].iloc[0]}: {state}", linestyle="--")
         if metric == about.curves[-1] and (values := one.reference()):
             y = factor * sum(values) / len(values)
             dotted = axes.axhline(y, color=REFERENCE, linestyle=":", linewidth=1.5)
             names[f"{about.reference[0]}, n = {len(values)}"] = dotted
-        mark_decay(axes, one, unit)
+        if unit == "epoch":
+            mark_decay(axes, one)
         axes.set_xlabel({"minute": "minutes of training"}.get(unit, unit))
-        scale(axes, from_zero=metric in FROM_ZERO)
     grid[0].set_ylabel(label)
+    for axes in grid:
+        scale(axes, from_zero=metric in FROM_ZERO)
     legend(figure, names, BAND if any(axes.collections for axes in grid) else LINE)
     return figure
-
-
-def _draw_mean(
-    axes: Axes,
-    names: dict[str, Line2D],
-    one: Setting,
-    metric: str,
-    unit: str,
-    method: str,
-    runs: pd.DataFrame,
-    name: str,
-    **how: Any,
-) -> None:
-    """Draw the mean of a metric over runs, and its band if there are several and no other style."""
-    values, n = one.curve(metric, runs)
-    if n:
-        factor, style = metric_of(metric).scale, one.style(method)
-        y, std = factor * values["mean"], abs(factor) * values["std"]
-        band = (y - std, y + std) if n > 1 and not how else None
-        drawn = draw(axes, values.index * per_epoch(one, unit, runs), y, style, band, **how)
-        names.setdefault(f"{style.name}, {name.format(n=n)}", drawn)
 
 
 def per_epoch(one: Setting, unit: str, runs: pd.DataFrame) -> float:
@@ -179,23 +157,17 @@ def per_epoch(one: Setting, unit: str, runs: pd.DataFrame) -> float:
     return number(runs["record"].iloc[0].config.get("steps")) if unit == "step" else 1.0
 
 
-def mark_decay(axes: Axes, one: Setting, unit: str) -> None:
+def mark_decay(axes: Axes, one: Setting) -> None:
     """Mark the last epoch before the learning rate falls, if it is constant before that."""
-    if "learning_rate" not in one.epochs or unit != "epoch":
+    if "learning_rate" not in one.epochs:
         return
     rates = one.epochs.groupby("epoch")["learning_rate"].max()
     flat = rates.index[rates == rates.iloc[0]]
     if 1 < len(flat) < len(rates) and rates.iloc[-1] < rates.iloc[0]:
-        axes.axvline(float(flat[-1]), color=INK, linestyle=":", linewidth=1)
-        axes.annotate(
-            "learning rate falls",
-            (float(flat[-1]), 0.97),
-            xytext=(3, 0),
-            va="top",
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            fontsize=9,
-        )
+        last = float(flat[-1])
+        axes.axvline(last, color=INK, linestyle=":", linewidth=1)
+        at = axes.get_xaxis_transform()
+        axes.text(last, 0.97, " learning rate falls", va="top", fontsize=9, transform=at)
 
 
 def rate_figure(one: Setting) -> Figure:
@@ -204,17 +176,16 @@ def rate_figure(one: Setting) -> Figure:
     figure, (axes,) = panels()
     names: dict[str, Line2D] = {}
     for method in one.methods:
-        ends = {}
-        for rate in (rate for name, rate in one.rates if name == method and rate > 0):
-            values = pd.Series(one.values(one.metric, one.finished(method, rate)), dtype=float)
-            if values.notna().any():
-                ends[rate] = factor * values.mean(), abs(factor) * values.std(), values.count()
-        if ends:
-            table = pd.DataFrame.from_dict(ends, "index", columns=["mean", "std", "n"]).fillna(0)
-            y, std, n = (table[name] for name in ("mean", "std", "n"))
-            band = (y - std, y + std) if max(n) > 1 else None
+        rates = [rate for name, rate in one.rates if name == method and rate > 0]
+        ends = pd.DataFrame(
+            {rate: pd.Series(one.values(one.metric, one.finished(method, rate))) for rate in rates},
+            dtype=float,
+        ).dropna(axis=1, how="all")
+        if len(ends.columns):
+            y, std, n = factor * ends.mean(), abs(factor) * ends.std().fillna(0), ends.count()
+            band = (y - std, y + std) if n.max() > 1 else None
+            counts = "–".join(dict.fromkeys(f"{count}" for count in (n.min(), n.max())))
             drawn = draw(axes, y.index, y, one.style(method), band)
-            counts = "–".join(dict.fromkeys(f"{count:.0f}" for count in (min(n), max(n))))
             names[f"{one.style(method).name}, n = {counts} at each rate"] = drawn
     axes.set(xlabel="learning rate", ylabel=f"final {label}")
     scale(axes, log_x=True, from_zero=one.metric in FROM_ZERO)
@@ -222,30 +193,11 @@ def rate_figure(one: Setting) -> Figure:
     return figure
 
 
-# — files —
-
-
-def save(function: Callable[[], Figure], kind: str) -> tuple[bytes, str]:
-    """Draw a figure as SVG or PNG; returns the file and a text alternative.
-
-    The same figure gives the same bytes.
-    """
+def save(function: Callable[[], Figure], kind: str) -> bytes:
+    """Draw a figure as SVG or PNG. The same figure gives the same bytes."""
     nothing: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     metadata = nothing if kind == "svg" else {"Software": None}
     buffer = io.BytesIO()
     with matplotlib.style.context(MATPLOTLIB):
-        figure = function()
-        figure.savefig(buffer, format=kind, dpi=200, metadata=metadata)
-    return buffer.getvalue(), alternative(figure)
-
-
-def alternative(figure: Figure) -> str:
-    """Return a text alternative of a figure: first and last value of each named line."""
-    texts = []
-    for axes in figure.axes:
-        texts.append(f"{axes.get_ylabel()} against {axes.get_xlabel()}.")
-        for line in axes.lines:
-            y = [value for value in np.asarray(line.get_ydata(), float) if math.isfinite(value)]
-            if len(y) > 1 and not (name := str(line.get_label())).startswith("_"):
-                texts.append(f"{name}: {y[0]:.3g} to {y[-1]:.3g}.")
-    return " ".join(texts).strip()
+        function().savefig(buffer, format=kind, dpi=200, metadata=metadata)
+    return buffer.getvalue()

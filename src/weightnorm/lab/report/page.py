@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -21,7 +20,7 @@ from weightnorm.lab.report import bench, claims, tables
 from weightnorm.lab.report.experiments import EXPERIMENTS, metric_of
 from weightnorm.lab.report.figures import curve_figure, rate_figure, save
 from weightnorm.lab.report.pictures import Picture
-from weightnorm.lab.report.style import INK, PAPER, slug
+from weightnorm.lab.report.style import slug
 from weightnorm.lab.report.tables import Item, Setting
 
 TEMPLATES = Environment(
@@ -45,7 +44,7 @@ def intervals(cell: str) -> str:
 
 TEMPLATES.filters["intervals"] = intervals
 LAST = ("claims", "bench")
-WIDTH, WIDE = re.compile(r'viewBox="0 0 ([\d.]+)'), 400
+WIDTH, WIDE = re.compile(rb'width="([\d.]+)pt"'), 400
 """Width of a figure in points, and above which it takes two columns."""
 VERDICTS = (
     "Mean ± standard deviation over runs, each method at its best learning rate. Standard: the "
@@ -61,11 +60,9 @@ class Part:
     title: str
     intro: str
     items: Sequence[Item]
-    findings: Sequence[str] = ()
-    """Sentences of what was found, with numbers, for the documents."""
+    tally: Sequence[str] = ()
+    """How many claims or goals have which verdict."""
     verdicts: Sequence[dict[str, str]] = ()
-    numbers: str = ""
-    """Which claims have which verdict."""
     folded: bool = False
 
     @property
@@ -101,32 +98,39 @@ def write_report(root: Path, out: Path) -> ReportFiles:
     """
     records, problems = read(root)
     sections = describe(records)
-    inline, files, wide = {}, {}, set()
-    for section in sections:
-        for item in [*section.unfolded, *(item for part in section.parts for item in part.items)]:
-            if not is_table(item):
-                kind, content, alt = render(item)
-                if kind == "svg" and float(WIDTH.search(content.decode())[1]) > WIDE:  # type: ignore[index]
-                    wide.add(item)
-                files[f"figures/{item.name}.{kind}"] = content
-                inline[item] = element(item.name, kind, content, alt)
+    files = {
+        item: render(item)
+        for section in sections
+        for part in section.parts
+        for item in part.items
+        if not is_table(item)
+    }
     page = TEMPLATES.get_template("page.html.j2").render(
         sections=sections,
         verdicts=[row for section in sections for part in section.parts for row in part.verdicts],
-        summaries=[
-            part for section in sections if section.experiment in LAST for part in section.parts
-        ],
-        inline=inline,
+        tallies=[part for section in sections for part in section.parts if part.tally],
+        image=lambda item: data_uri(*files[item]),
         note=VERDICTS,
         is_table=is_table,
+        numeric_columns=tables.numeric_columns,
         folded=folded,
-        wide=wide.__contains__,
+        is_wide=lambda item: is_wide(files[item][1]),
         runs=len(records),
         finished=sum(record.finished for record in records),
         problems=problems,
     )
-    _write(out, {**files, "index.html": page.encode()})
-    return ReportFiles(out / "index.html", tuple(out / name for name in files), tuple(problems))
+    figures = {
+        out / "figures" / f"{item.name}.{kind}": content for item, (kind, content) in files.items()
+    }
+    try:
+        for path, content in {**figures, out / "index.html": page.encode()}.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, content)
+    except OSError as error:
+        raise ReportError(
+            f"cannot write the report to {out}: {error.strerror}; choose another folder"
+        ) from error
+    return ReportFiles(out / "index.html", tuple(figures), tuple(problems))
 
 
 def read(root: Path) -> tuple[list[RunRecord], list[str]]:
@@ -135,12 +139,14 @@ def read(root: Path) -> tuple[list[RunRecord], list[str]]:
         raise ReportError(f"{root} is not a folder; expected the folder that holds the runs")
     root = root.absolute()
     found, problems = find_records(root)
-    faults = {record.folder: fault for record in found if (fault := _fault(record))}
-    problems += [f"{folder.relative_to(root)}: {fault}" for folder, fault in faults.items()]
-    records, copies = distinct_runs(record for record in found if record.folder not in faults)
-    for copy, kept in copies:
-        here, there = (record.folder.relative_to(root) for record in (copy, kept))
-        problems.append(f"{here} is the same run as {there}")
+    known = [record for record in found if record.experiment in (*EXPERIMENTS, *LAST)]
+    problems += [
+        f"{record.folder}: there is no report of experiment {record.experiment}"
+        for record in found
+        if record not in known
+    ]
+    records, copies = distinct_runs(known)
+    problems += [f"{copy.folder} is the same run as {kept.folder}" for copy, kept in copies]
     problems = sorted(problem.replace(f"{root}/", "") for problem in problems)
     if not records:
         raise ReportError(
@@ -151,34 +157,19 @@ def read(root: Path) -> tuple[list[RunRecord], list[str]]:
     return records, problems
 
 
-def _fault(record: RunRecord) -> str:
-    """Return why a record cannot be shown; empty if it can. Of claims and benchmarks more is read
-    than numbers, so they are tried."""
-    if record.experiment in EXPERIMENTS:
-        return ""
-    if record.experiment not in LAST:
-        return f"there is no report of experiment {record.experiment}"
-    try:
-        for item in _part(record).items:
-            if callable(item.body):
-                item.body()
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        return f"it is damaged ({type(error).__name__}: {error})"
-    return ""
-
-
 def describe(records: Sequence[RunRecord]) -> list[Section]:
     """Describe each experiment in the paper's order, then the claims, then the costs."""
+    sections = {**dict.fromkeys(EXPERIMENTS, experiment_section), "claims": claims_section}
     found = []
-    for name in (*EXPERIMENTS, *LAST):
+    for name, section in {**sections, "bench": bench_section}.items():
         if own := [record for record in records if record.experiment == name]:
-            section = _records_section if name in LAST else experiment_section
-            found.append(section(name, own))
+            found.append(section(own))
     return found
 
 
-def experiment_section(name: str, records: Sequence[RunRecord]) -> Section:
+def experiment_section(records: Sequence[RunRecord]) -> Section:
     """Describe the settings of an experiment; those without a comparison are folded."""
+    name = records[0].experiment
     every = tables.settings(name, records)
     main = [one for one in every if tables.is_main(one, every)]
     side = [one for one in every if one not in main]
@@ -226,37 +217,42 @@ def setting_items(one: Setting) -> Iterator[Item]:
             for picture in about.pictures(done, one.style(method).name):
                 name = slug(f"{one.name} {method} {picture.name}")
                 yield Item(picture.title, picture, [picture.caption], folded=True, name=name)
-    yield from tables.not_counted(one)
-    yield from tables.times(one)
     yield tables.provenance(one)
 
 
-def _records_section(name: str, records: Sequence[RunRecord]) -> Section:
-    ordered = sorted(records, key=lambda record: record.preset)
-    parts = [_part(record) for record in ordered if record.result or name == "claims"]
-    if name == "bench":
-        return Section(name, "Cost", bench.INTRO, parts)
+def claims_section(records: Sequence[RunRecord]) -> Section:
     intro = (
-        "What the paper states about weight normalization, measured. The criterion of each verdict "
-        "is fixed in code; square brackets are 95 % intervals of the mean."
+        "What the paper states about weight normalization, measured. The rule of each verdict is "
+        "fixed in code; square brackets are 95 % intervals of the mean."
     )
-    return Section(name, "The paper's claims", intro, parts)
+    parts = [
+        Part(
+            f"claims: {record.preset}",
+            claims.SIZES.get(record.preset, ""),
+            [*claims.items(record)],
+            claims.summary(record),
+        )
+        for record in sorted(records, key=lambda record: record.preset)
+    ]
+    return Section("claims", "The paper's claims", intro, parts)
 
 
-def _part(record: RunRecord) -> Part:
-    title = f"{record.experiment}: {record.preset}"
-    if record.experiment == "claims":
-        intro, numbers = claims.SIZES.get(record.preset, ""), claims.numbers_by_verdict(record)
-        items = [*claims.items(record)]
-        return Part(title, intro, items, claims.findings(record), numbers=numbers)
-    if record.result is None:
-        return Part(title, "Not finished.", [])
-    found = record.result
-    return Part(title, bench.about(found), [*bench.items(found)], bench.findings(found))
+def bench_section(records: Sequence[RunRecord]) -> Section:
+    parts = [
+        Part(title, bench.about(found), [*bench.items(found)], bench.tally(found))
+        for record in sorted(records, key=lambda record: record.preset)
+        if (found := record.result) and (title := f"bench: {record.preset}")
+    ]
+    return Section("bench", "Cost", bench.INTRO, parts)
 
 
 def is_table(item: Item) -> bool:
     return isinstance(item.body, pd.DataFrame)
+
+
+def is_wide(content: bytes) -> bool:
+    width = WIDTH.search(content)
+    return width is not None and float(width[1]) > WIDE
 
 
 def folded(part: Part) -> dict[str, list[Item]]:
@@ -269,37 +265,14 @@ def folded(part: Part) -> dict[str, list[Item]]:
     return {kind: items for kind, items in groups.items() if items}
 
 
-def render(item: Item, kind: str = "svg") -> tuple[str, bytes, str]:
-    """Draw a figure or encode a picture: extension, content and text alternative."""
+def render(item: Item, kind: str = "svg") -> tuple[str, bytes]:
+    """Draw a figure or encode a picture: extension and content."""
     if isinstance(item.body, Picture):
-        return *item.body.file(), f"{item.title}. {' '.join(item.notes)}"
+        return item.body.file()
     assert callable(item.body)
-    content, alt = save(item.body, kind)
-    return kind, content, f"{item.title}: {alt}"
+    return kind, save(item.body, kind)
 
 
-def element(name: str, kind: str, content: bytes, alt: str) -> str:
-    """Return a figure as an element of the page.
-
-    Ids get the figure's name as prefix; INK becomes the text color, which follows the color scheme.
-    """
-    alt = html.escape(alt)
-    if kind != "svg":
-        data = b64encode(content).decode()
-        return f'<img src="data:image/{kind};base64,{data}" alt="{alt}">'
-    found = re.search(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', text := content.decode())
-    assert found is not None, f"figure {name} has no viewBox"
-    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text[found.end() :])
-    body = body.replace(INK, "currentColor").replace(PAPER, "none").strip()
-    return f'<svg {found[1]} role="img" aria-label="{alt}">{body}'
-
-
-def _write(out: Path, files: dict[str, Any]) -> None:
-    try:
-        for name, content in files.items():
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(out / name, content)
-    except OSError as error:
-        raise ReportError(
-            f"cannot write the report to {out}: {error.strerror}; choose another folder"
-        ) from error
+def data_uri(kind: str, content: bytes) -> str:
+    mime = {"svg": "svg+xml"}.get(kind, kind)
+    return f"data:image/{mime};base64,{b64encode(content).decode()}"

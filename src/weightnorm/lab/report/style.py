@@ -1,18 +1,16 @@
-"""Name, color and marker of each parameterization, and how figures look.
+"""Names, colors and markers of methods, and how figures look.
 
 The colors are from Okabe and Ito's palette, which color-blind readers can distinguish; those chosen
-have a contrast of 3 or more on white and on near-black.
+have a contrast of 3 or more on white.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
-INK, PAPER = "#1b1f24", "#ffffff"
-"""Text and axes, and the background. On the page they become its own colors."""
-NO_BREAK = "\N{NO-BREAK SPACE}"
+INK = "#1b1f24"
+"""Text, axes, and the standard parameterization."""
 
 
 class Style(NamedTuple):
@@ -34,8 +32,6 @@ MATPLOTLIB: dict[str, object] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "weightnorm",  # the same figure gives the same bytes
     "text.parse_math": False,  # a dollar in a name is a dollar
-    "figure.facecolor": PAPER,
-    "axes.facecolor": "none",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -48,17 +44,8 @@ MATPLOTLIB: dict[str, object] = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
 }
-
-
-def style_of(method: str, index: int = 0, styles: Mapping[str, Style] = STYLES) -> Style:
-    """Return the style of a method; for an unknown one, the color of number `index`."""
-    if method in styles:
-        return styles[method]
-    return [*STYLES.values()][index % len(STYLES)]._replace(name=method)
-
-
 LONGEST = 150
-"""Characters; file systems allow 255."""
+"""Characters of a slug; file systems allow 255."""
 
 
 def slug(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Settings of an experiment, their tables as data frames of text, and Markdown."""
+"""Settings of an experiment, and their tables as data frames of text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from matplotlib.figure import Figure
 from weightnorm.lab.records import RunRecord
 from weightnorm.lab.report.experiments import EXPERIMENTS, Experiment, metric_of
 from weightnorm.lab.report.pictures import Picture
-from weightnorm.lab.report.style import Style, slug
+from weightnorm.lab.report.style import STYLES, Style, slug
 from weightnorm.lab.results import (
-    UNFINISHED,
     Comparison,
     mean_and_std,
-    progress,
     run_frame,
     setting_labels,
     signed,
@@ -28,9 +26,16 @@ from weightnorm.lab.results import (
 )
 from weightnorm.lab.statistics import Interval
 
-MACHINE = ("machine", "device", "threads", "ranks")
-VERSIONS = ("torch", "python", "weightnorm", "commit")
-VARIED = ("parameterization", "learning_rate", "seed")
+ENVIRONMENT = (
+    "machine",
+    "device",
+    "threads",
+    "ranks",
+    "torch",
+    "python",
+    "weightnorm",
+    "commit",
+)
 MISSING = "not recorded"
 Row = dict[str, str]
 
@@ -45,15 +50,13 @@ class Item:
     notes: Sequence[str] = ()
     folded: bool = False
     """Whether the page shows it only on request."""
-    numeric: bool = True
-    """Whether the cells of a table are numbers, aligned right; else text."""
     name: str = ""
     """Name of a figure's file, without extension."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Setting(Comparison):
-    """A comparison of one experiment, with what the report knows of the experiment."""
+    """Runs of one experiment that differ in method, learning rate and seed."""
 
     experiment: str
     about: Experiment
@@ -74,13 +77,25 @@ class Setting(Comparison):
     def name(self) -> str:
         return slug(self.title)
 
+    @property
+    def progress(self) -> str:
+        states = Counter(self.runs["state"])
+        return ", ".join(f"{n} run{'s' * (n != 1)} {state}" for state, n in states.items())
+
     def style(self, method: str) -> Style:
-        return self.about.style(method, self.methods.index(method))
+        """Return the style of a method; an unknown one has the color of its place."""
+        others = [*STYLES.values()]
+        other = others[self.methods.index(method) % len(others)]._replace(name=method)
+        return self.about.styles.get(method, other)
 
     @cached_property
     def config(self) -> dict[str, Counter[str]]:
         """Config field → number of runs with each value."""
-        return counted([record.config for record in self.runs["record"]])
+        rows = [record.config for record in self.runs["record"]]
+        return {
+            field: Counter(text(row[field]) if field in row else MISSING for row in rows)
+            for field in dict.fromkeys(field for row in rows for field in row)
+        }
 
     @cached_property
     def environment(self) -> dict[str, Counter[str]]:
@@ -90,7 +105,7 @@ class Setting(Comparison):
             field: Counter(
                 value for each in sessions for value in {text(x.get(field, MISSING)) for x in each}
             )
-            for field in MACHINE + VERSIONS
+            for field in ENVIRONMENT
         }
 
     @property
@@ -98,11 +113,6 @@ class Setting(Comparison):
         """Return the data set or game, by which published values are chosen."""
         values = [*self.config.get(self.about.by or "data", ())]
         return values[0] if len(values) == 1 else ""
-
-    @property
-    def progress(self) -> str:
-        states = Counter(self.runs["state"])
-        return ", ".join(f"{n} run{'s' * (n != 1)} {state}" for state, n in states.items())
 
     @cached_property
     def judged(self) -> dict[str, tuple[Interval, int]]:
@@ -118,8 +128,10 @@ class Setting(Comparison):
         return any(self.about.baseline(method) in self.methods for method in self.methods)
 
     @property
-    def seeds(self) -> int:
-        return max((n for _, n in self.judged.values()), default=0)
+    def size(self) -> tuple[int, int]:
+        """Return the number of seeds that are compared, and of epochs."""
+        epochs = max((len(record.metrics) for record in self.runs["record"]), default=0)
+        return max((n for _, n in self.judged.values()), default=0), epochs
 
     def reference(self) -> list[float]:
         """Return the distinct values of the reference, which runs with the same seed share."""
@@ -135,15 +147,6 @@ class Setting(Comparison):
         return mean_and_std(self.values(column, runs).values(), scale, digits)
 
 
-def counted(rows: Sequence[Mapping[str, object]]) -> dict[str, Counter[str]]:
-    """Count the rows that have each value of each field."""
-    fields = dict.fromkeys(field for row in rows for field in row)
-    return {
-        field: Counter(text(row[field]) if field in row else MISSING for row in rows)
-        for field in fields
-    }
-
-
 def settings(experiment: str, records: Sequence[RunRecord]) -> list[Setting]:
     """Split the runs of an experiment into settings."""
     about, runs = EXPERIMENTS[experiment], run_frame(records)
@@ -151,31 +154,21 @@ def settings(experiment: str, records: Sequence[RunRecord]) -> list[Setting]:
     runs["method"] = [about.method(record.config) for record in runs["record"]]
     runs["value"] = [text(record.config.get(about.by, "")) for record in runs["record"]]
     runs["place"] = [known.index(m) if m in known else len(known) for m in runs["method"]]
-    runs = runs.sort_values("place", kind="stable")
     found = []
-    for value, group in runs.groupby("value"):
+    for value, group in runs.sort_values("place", kind="stable").groupby("value"):
         labels = setting_labels(group, about.method_fields, about.free_fields)
         for label, one in group.groupby(labels):
-            setting = Setting(
-                one,
-                about.rate_metric,
-                about.highest,
-                experiment=experiment,
-                about=about,
-                value=str(value),
-                label=str(label),
-            )
-            found.append(setting)
+            who = {"experiment": experiment, "value": str(value), "label": str(label)}
+            found.append(Setting(one, about.rate_metric, about.highest, about=about, **who))
     return sorted(found, key=lambda one: [*about.names, one.value].index(one.value))
 
 
 def is_main(one: Setting, every: Sequence[Setting]) -> bool:
     """Whether a setting is shown in full: it compares methods, and no other setting of the same
-    data or game does so with more seeds. If none compares, all are shown."""
-    others = [other for other in every if other.value == one.value and other.compares]
-    if not others:
-        return True
-    return one.compares and (one.seeds > 1 or max(other.seeds for other in others) <= one.seeds)
+    data or game has more seeds and no fewer epochs. If none compares, all are shown."""
+    others = [other.size for other in every if other.value == one.value and other.compares]
+    seeds, epochs = one.size
+    return not others or (one.compares and not any(n > seeds and m >= epochs for n, m in others))
 
 
 # — tables —
@@ -220,14 +213,15 @@ def scaled(interval: Interval, scale: float) -> Interval:
 
 def results(one: Setting) -> Iterator[Item]:
     """Yield the tables of final values, the first beside the paper's and published ones."""
+    first, *_ = one.about.results
     for title, every in one.about.results.items():
         columns = {head: column for head, column in every.items() if one.has(column)}
-        first = every is next(iter(one.about.results.values()))
-        rows = [result_row(one, method, columns, first) for method in one.methods]
-        if first:
+        rows = [result_row(one, method, columns, title == first) for method in one.methods]
+        if title == first:
             rows += other_rows(one, columns)
         if columns:
-            yield Item(title, frame(rows), notes(one) if first else (), folded=not first)
+            notes = result_notes(one) if title == first else ()
+            yield Item(title, frame(rows), notes, folded=title != first)
 
 
 def result_row(one: Setting, method: str, columns: Mapping[str, str], first: bool) -> Row:
@@ -242,35 +236,33 @@ def result_row(one: Setting, method: str, columns: Mapping[str, str], first: boo
 
 def other_rows(one: Setting, columns: Mapping[str, str]) -> Iterator[Row]:
     """Yield the rows of the reference, and of published results."""
+    about = one.about
     if values := one.reference():
-        metric = one.metric if one.highest else one.about.judged.partition(":")[0]
+        metric = one.metric if one.highest else about.judged.partition(":")[0]
         head = next(head for head, column in columns.items() if column == metric)
         _, scale, digits = metric_of(columns[head])
-        yield {"method": one.about.reference[0], head: mean_and_std(values, scale, digits)}
-    for method, value in one.about.paper.get(one.data, {}).items():
+        yield {"method": about.reference[0], head: mean_and_std(values, scale, digits)}
+    for method, value in about.paper.get(one.data, {}).items():
         if method not in one.methods:
-            yield {"method": one.about.style(method).name, one.about.paper_head: value}
-    for name, (head, value) in one.about.published.get(one.data, {}).items():
+            yield {"method": about.styles[method].name, about.paper_head: value}
+    for name, (head, value) in about.published.get(one.data, {}).items():
         yield {"method": name, head: value}
 
 
-def notes(one: Setting) -> list[str]:
+def result_notes(one: Setting) -> list[str]:
     """Return the notes with config fields filled in, and what differs from the paper's size."""
     about = one.about
     words = {field: " or ".join(sorted(values)) for field, values in one.config.items()}
     found = [note.format(**words) for note in about.notes]
-    if one.data not in {**about.published, **about.paper}:
-        return found
-    if about.published_note:
-        found.append(about.published_note)
     changed = {
-        field.replace("_", " "): (value, ours)
+        field: (value, words.get(field, MISSING))
         for field, value in about.paper_size.items()
-        if (ours := words.get(field, MISSING)) != value
+        if words.get(field, MISSING) != value
     }
-    if changed:
+    if changed and one.data in {**about.published, **about.paper}:
         usual, other = (
-            ", ".join(f"{field} {values[i]}" for field, values in changed.items()) for i in (0, 1)
+            ", ".join(f"{field.replace('_', ' ')} {x[i]}" for field, x in changed.items())
+            for i in (0, 1)
         )
         found.append(f"The paper's preset has {usual}; these runs: {other}.")
     return found
@@ -278,30 +270,33 @@ def notes(one: Setting) -> list[str]:
 
 def differences(one: Setting) -> Iterator[Item]:
     """Yield how each method differs from what it is compared with."""
-    rows = []
+    about, rows = one.about, []
     for method in one.methods:
-        baseline = one.about.baseline(method)
+        baseline = about.baseline(method)
+        found = {
+            head: both
+            for head, column in about.differences.items()
+            if (both := one.difference(column, method, baseline))
+        }
         row = {"method": one.style(method).name}
-        if one.about.baselines:
-            row["compared with"] = one.about.style(baseline).name
-        pairs = 0
-        for head, column in one.about.differences.items():
-            if change := one.difference(column, method, baseline):
-                interval, pairs = change
-                interval = scaled(interval, metric_of(column.partition(":")[0]).scale)
-                row[head] = signed(interval, one.about.difference_digits)
-        if pairs:
-            rows.append({**row, "n": str(pairs)})
-    if one.about.baselines:
+        if about.baselines:
+            row["compared with"] = one.style(baseline).name if found else ""
+        for head, (change, _) in found.items():
+            scale = metric_of(about.differences[head].partition(":")[0]).scale
+            row[head] = signed(scaled(change, scale), about.difference_digits)
+        if found:
+            rows.append(row | {"n": str(max(n for _, n in found.values()))})
+    if about.baselines:
         note = "Difference of the final values, mean over the seeds that both have [95 % interval]."
     else:
-        what, _, unit = metric_of(column.partition(":")[0]).label.partition(", ")
+        metric = next(iter(about.differences.values())).partition(":")[0]
+        what, _, unit = metric_of(metric).label.partition(", ")
         note = (
             f"Mean {what}{unit and f' ({unit})'} of these epochs minus that of the standard "
             "parameterization with the same seed: mean over n seeds [95 % interval]."
         )
     if rows:
-        yield Item("Difference" + " to standard" * (not one.about.baselines), frame(rows), [note])
+        yield Item("Difference" + " to standard" * (not about.baselines), frame(rows), [note])
 
 
 def epochs_to_common(one: Setting) -> Iterator[Item]:
@@ -358,52 +353,11 @@ def every_rate(every: Sequence[Setting], title: str) -> Iterator[Item]:
         yield Item(title, frame(rows), folded=True)
 
 
-def not_counted(one: Setting) -> Iterator[Item]:
-    """Yield a list of unfinished runs, which no table counts, and of those that diverged."""
-    rows = [
-        {
-            "method": one.style(run["method"]).name,
-            "lr": f"{run['learning_rate']:g}",
-            "seed": str(run["seed"]),
-            "state": run["state"],
-            "progress": progress(run["record"]),
-        }
-        for _, run in one.runs[one.runs["state"] != "finished"].iterrows()
-    ]
-    if rows:
-        note = "Unfinished runs are not counted in any n."
-        yield Item("Not finished, or diverged", frame(rows), [note], folded=True, numeric=False)
-
-
-def times(one: Setting) -> Iterator[Item]:
-    """Yield the time of an epoch, relative to standard."""
-    ended = one.runs[one.runs["state"] != UNFINISHED]
-    if not one.has("seconds:all epochs") or not len(ended):
-        return
-    seconds = {
-        method: [one.series(run, "seconds").mean() for run in runs.index]
-        for method, runs in ended.groupby("method", sort=False)
-    }
-    standard = pd.Series(seconds.get("standard", []), dtype=float).mean()
-    rows = [
-        {
-            "method": one.style(str(method)).name,
-            "seconds per epoch": mean_and_std(values),
-            "relative to standard": mean_and_std([pd.Series(values).mean() / standard]),
-            "n": str(len(values)),
-        }
-        for method, values in seconds.items()
-    ]
-    words = ["Mean over the epochs of a run, then mean ± standard deviation over n runs."]
-    if names := [name for name in MACHINE if len(one.environment[name]) > 1]:
-        words.append(f"Runs differ in {', '.join(names)}: their times are not comparable.")
-    yield Item("Time per epoch", frame(rows), words, folded=True)
-
-
 def provenance(one: Setting) -> Item:
     """Tabulate all fields of the config, the machine and the versions, over all runs."""
     fields = {**one.config, **one.environment}
-    changed = [field for field, x in fields.items() if len(x) > 1 and field not in VARIED]
+    varied = ("parameterization", "learning_rate", "seed")
+    changed = [field for field, x in fields.items() if len(x) > 1 and field not in varied]
     words = [f"The runs differ in: {', '.join(changed).replace('_', ' ')}."] if changed else []
     if any("+" in commit for commit in one.environment["commit"]):
         words.append("+ after a commit: the code had uncommitted changes.")
@@ -412,7 +366,7 @@ def provenance(one: Setting) -> Item:
         {"setting": field.replace("_", " "), head: shown(values)}
         for field, values in fields.items()
     ]
-    return Item("Settings and machine", frame(rows), words, folded=True, numeric=False)
+    return Item("Settings and machine", frame(rows), words, folded=True)
 
 
 def shown(values: Counter[str]) -> str:
@@ -433,28 +387,35 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
     return found
 
 
+def numeric_columns(table: pd.DataFrame) -> list[bool]:
+    """Return for each column but the first whether its cells are numbers, aligned right.
+
+    >>> numeric_columns(frame([{"method": "a", "loss": "−0.1 ± 0.2"}, {"method": "b"}]))
+    [False, True]
+    """
+    return [False, *(bool(table[name].str.match(r"[−+]?\d|—").all()) for name in [*table][1:])]
+
+
 # — Markdown —
 
 INTERVAL = re.compile(r"(?: |&nbsp;)\[([-−+\d.∞]+),(?: |&nbsp;)([-−+\d.∞]+)\]")
 
 
-def markdown(item: Item) -> str:
+def markdown(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
     """Render a table with its notes below it.
 
-    >>> table = pd.DataFrame({"name": ["|x|"], "n": ["3"]})
-    >>> print(markdown(Item("T", table, ["Mean over n."])))
+    >>> print(markdown(pd.DataFrame({"name": ["|x|"], "n": ["3"]}), ["Mean over n."]))
     | name | n |
     |---|--:|
     | \\|x\\| | 3 |
     <BLANKLINE>
     Mean over n.
     """
-    assert isinstance(item.body, pd.DataFrame)
-    align = "--:" if item.numeric else "---"
-    rows = [[*item.body.columns], *item.body.to_numpy().tolist()]
+    align = ["--:" if numeric else "---" for numeric in numeric_columns(table)]
+    rows = [[*table.columns], *table.to_numpy().tolist()]
     lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
-    lines.insert(1, f"|---|{'|'.join([align] * (len(item.body.columns) - 1))}|")
-    return "\n".join([*lines, *(f"\n{note}" for note in item.notes)])
+    lines.insert(1, f"|{'|'.join(align)}|")
+    return "\n".join([*lines, *(f"\n{note}" for note in notes)])
 
 
 def _cell(content: str) -> str:

@@ -54,11 +54,11 @@ CONTENTS = """
 :glob:
 
 docs/training
+docs/vocoder
 docs/migration
-docs/checkpoints
-docs/frameworks
 docs/deployment
-docs/scaling
+docs/frameworks
+docs/descendants
 docs/*
 ```
 
@@ -80,7 +80,8 @@ docs/experiments/classify
 docs/experiments/vae
 docs/experiments/draw
 docs/experiments/dqn
-docs/experiments/*
+docs/experiments/language
+docs/experiments/claims
 ```
 
 ```{toctree}

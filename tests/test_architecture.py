@@ -21,7 +21,7 @@ LAYERS = [
     "lab.errors", "lab.files", "lab.weights", "lab.data", "lab.records", "lab.config",
     "lab.environment", "lab.progress", "lab.run", "lab.atari", "lab.replay_buffer",
     "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language",
-    "lab.statistics", "lab.results", "lab.sweep_summary", "lab.sweep", "lab.interleaved",
+    "lab.statistics", "lab.results", "lab.executors", "lab.sweep", "lab.interleaved",
     "lab.pool",
     "lab.bench", "lab.claims", "lab.report", "lab.bench_output", "lab.cli",
 ]  # fmt: skip

@@ -59,12 +59,12 @@ def test_folder_names_changed_settings():
     assert where(epochs=3, width=0.5).endswith(
         "demo+epochs=3,width=0.5/weight-norm/lr-0.003/seed-1"
     )
-    assert where(device="cpu", compile=True, runs=Path("runs")) == where()
+    assert where(device="cpu", compile=True, out=Path("runs")) == where()
 
 
 def test_precisions_are_recorded_and_not_mixed_in_a_table(tmp_path):
     small = replace(
-        classify.PRESETS["demo"], width=0.05, epochs=1, limit=20, batch_size=10, runs=tmp_path
+        classify.PRESETS["demo"], width=0.05, epochs=1, limit=20, batch_size=10, out=tmp_path
     )
     precisions = ("float32", "bfloat16")
     records = [classify.run(replace(small, precision=precision)) for precision in precisions]

@@ -147,7 +147,7 @@ def test_last_batch_of_one_with_batch_norm_is_refused(changes, refused):
         ("precision", "float64", "precision is 'float64'; expected one of float32, bfloat16, flo"),
         ("parameterization", "none", "parameterization is 'none'; expected Parameterization"),
         ("limit", 2.5, "limit is 2.5; expected int or none"),
-        ("runs", None, "runs is None; expected Path"),
+        ("out", None, "out is None; expected Path"),
         ("noise", float("inf"), "noise is inf; expected a finite number of 0 or more"),
         ("dropout", 1.0, "dropout is 1.0; expected at least 0 and below 1"),
         ("batch_size", 1, "batch-size is 1; expected from 2 to 100,000"),

@@ -21,7 +21,7 @@ TINY = (
 def reference(tmp_path_factory):
     """The run, uninterrupted."""
     runs = tmp_path_factory.mktemp("reference")
-    code, out, err = weightnorm(*TINY, "--runs", runs)
+    code, out, err = weightnorm(*TINY, "--out", runs)
     assert code == 0, err
     assert "best score" in out
     return runs
@@ -43,7 +43,7 @@ def test_killed_in_training_and_interrupted_in_evaluation_it_resumes_bit_exactly
     tmp_path, reference
 ):
     """Replay buffer, games and random states are restored."""
-    command = (*TINY, "--runs", tmp_path, "--checkpoint-seconds", 0)
+    command = (*TINY, "--out", tmp_path, "--checkpoint-seconds", 0)
 
     def stopped(how, first, last):
         """Run until the step of a checkpoint is in [first, last), and stop by a signal."""
@@ -64,7 +64,7 @@ def test_killed_in_training_and_interrupted_in_evaluation_it_resumes_bit_exactly
     code, err = stopped(signal.SIGINT, 200, 300)
     assert code == 130
     assert "everything is saved" in err
-    assert weightnorm(*TINY, "--runs", tmp_path)[0] == 0
+    assert weightnorm(*TINY, "--out", tmp_path)[0] == 0
     assert same(outcome(tmp_path), outcome(reference))
 
 

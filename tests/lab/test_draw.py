@@ -269,7 +269,7 @@ def test_each_weight_is_computed_once_per_sequence(tmp_path, monkeypatch):
 
     monkeypatch.setattr(DRAW, "forward", recorded)
     size = {"epochs": 1, "limit": 40, "batch_size": 20, "steps": 3, "hidden": 6, "latent": 2}
-    draw.run(replace(draw.PRESETS["demo"], runs=tmp_path, device="cpu", **size))
+    draw.run(replace(draw.PRESETS["demo"], out=tmp_path, device="cpu", **size))
     assert used == [[1] * 6] * 2
 
 
@@ -315,7 +315,7 @@ TINY = (
 def reference(tmp_path_factory):
     """An uninterrupted run."""
     runs = tmp_path_factory.mktemp("reference")
-    code, out, err = weightnorm(*TINY, "--runs", runs)
+    code, out, err = weightnorm(*TINY, "--out", runs)
     assert code == 0, err
     assert "test negative elbo" in out
     return runs
@@ -344,7 +344,7 @@ def test_run_writes_its_record_and_samples(reference):
 
 
 def test_resume_after_kill_is_bit_exact(tmp_path, reference):
-    command = (*TINY, "--runs", tmp_path)
+    command = (*TINY, "--out", tmp_path)
     kill_at_second_checkpoint(tmp_path, *command)
     assert weightnorm(*command)[0] == 0
     assert len(load_record(run_folder(tmp_path)).sessions) == 2
@@ -353,7 +353,7 @@ def test_resume_after_kill_is_bit_exact(tmp_path, reference):
 
 def test_two_ranks_equal_one_process(tmp_path, reference):
     """Including their noise: each rank draws that of the whole batch. Batches have an odd size."""
-    spread(2, *TINY, "--runs", tmp_path)
+    spread(2, *TINY, "--out", tmp_path)
     one, two = (load_record(run_folder(runs)) for runs in (reference, tmp_path))
     assert (one.environment["ranks"], two.environment["ranks"]) == (1, 2)
     for name in one.metrics[0]:

@@ -51,7 +51,7 @@ def corpus():
 def config(tmp_path, method="adamw-standard", **changes):
     optimizer, how = METHODS[method]
     chosen = {"optimizer": optimizer, "parameterization": how, **changes}
-    return replace(TINY, runs=tmp_path, **chosen)
+    return replace(TINY, out=tmp_path, **chosen)
 
 
 # — the network —
@@ -219,7 +219,7 @@ def test_killed_and_resumed_through_the_command_line_and_on_two_ranks(tmp_path):
     size = "--epochs 2 --steps 8 --batch-size 3 --context 16 --width 16 --depth 1 --heads 2"
     method = "--preset demo --optimizer muon --parameterization weight-norm --eval-texts 7"
     rate = "--learning-rate 0.02"  # Muon rounds to bfloat16: at higher rates ranks differ by more
-    command = ("run", "language", *size.split(), *method.split(), *rate.split(), "--runs")
+    command = ("run", "language", *size.split(), *method.split(), *rate.split(), "--out")
     whole, parts, ranks = (tmp_path / name for name in ("whole", "parts", "ranks"))
     assert weightnorm(*command, whole)[0] == 0
 
@@ -296,7 +296,7 @@ def test_settings_without_effect_are_no_settings():
 
 
 def test_a_sweep_leaves_out_hyperball_without_weight_norm(tmp_path):
-    axes, base = {"optimizer": ("muon", "hyperball")}, replace(TINY, runs=tmp_path)
+    axes, base = {"optimizer": ("muon", "hyperball")}, replace(TINY, out=tmp_path)
     plan = Grid("language", base, Config.COMPARED, axes=axes).plan()
     made = [(job.config.optimizer, str(job.config.parameterization)) for job in plan]
     assert made == [("muon", "standard"), ("muon", "weight-norm"), ("hyperball", "weight-norm")]

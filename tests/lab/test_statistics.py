@@ -14,15 +14,6 @@ from weightnorm.lab.statistics import (
 )
 
 
-def test_the_interval_covers_the_mean_and_widens_with_the_spread():
-    narrow, wide = mean_interval([1.0, 1.1, 0.9, 1.0]), mean_interval([0.0, 2.0, -1.0, 3.0])
-    for interval in (narrow, wide):
-        assert interval.value == pytest.approx(1)
-        assert interval.low < 1 < interval.high
-    assert narrow.half_width < wide.half_width
-    assert mean_interval([1.0, 2.0, 4.0]) == mean_interval([1.0, 2.0, 4.0])
-
-
 def test_the_interval_is_that_of_a_t_test():
     values = [1.0, 4.0, 2.5, 3.0]
     found = scipy.stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
@@ -53,34 +44,10 @@ def test_samples_are_resampled_in_pairs():
     assert ratio == Interval(0.5, 0.5, 0.5)
 
 
-def test_one_observation_has_no_width():
-    assert mean_interval([3.0]) == Interval(3.0, 3.0, 3.0)
-
-
-def test_infinite_values_are_bounds():
-    interval = bootstrap(lambda x: np.where(x.mean(-1) > 1.2, np.inf, x.mean(-1)), [1.0, 1.0, 2.0])
-    assert interval.low == 1.0
-    assert interval.high == math.inf
-
-
 def test_resampling_is_reproducible():
     values = np.random.default_rng(1).normal(size=20)
     first, second = (bootstrap(lambda x: x.mean(-1), values) for _ in range(2))
     assert first == second
-
-
-def test_minus_infinity_is_a_lower_bound():
-    interval = bootstrap(lambda x: np.where(x.mean(-1) < 1.2, -np.inf, x.mean(-1)), [1.0, 1.0, 2.0])
-    assert interval == Interval(pytest.approx(4 / 3), -math.inf, 2.0)
-
-
-def test_a_bound_interpolated_with_infinity_is_infinite():
-    """2.5 % of 2000 are 50: the upper bound lies between the 1950th value and the next."""
-
-    def statistic(x):
-        return np.where(np.arange(len(x)) < 1950, 0.0, np.inf) if x.ndim > 1 else 0.0
-
-    assert bootstrap(statistic, [1.0, 2.0]) == Interval(0.0, 0.0, math.inf)
 
 
 def test_the_ratio_of_variances_has_the_interval_of_an_f_test():

@@ -195,7 +195,7 @@ def test_run_on_cifar10(synthetic_cifar10, tmp_path, how):
         epochs=3,
         batch_size=10,
         importance_samples=20,
-        runs=tmp_path,
+        out=tmp_path,
     )
     record = vae.run(config)
     bound = record.column("test_negative_elbo")

@@ -18,7 +18,7 @@ TINY = (*TINY, "--limit", 300, "--batch-size", 20, "--importance-samples", 8)
 
 
 def tiny(runs, *more):
-    return (*TINY, "--runs", runs, *more)
+    return (*TINY, "--out", runs, *more)
 
 
 @pytest.fixture(scope="module")

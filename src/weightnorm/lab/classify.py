@@ -278,7 +278,7 @@ def evaluate(
             loss = F.cross_entropy(logits, y, reduction="sum")
             sums.append(torch.stack([loss, (logits.argmax(1) != y).sum()]))
     total = torch.stack(sums).cpu().double().sum(0)  # one read from the device
-    loss_sum, errors = run.ranks.sum(total, "the errors on the test set").tolist()
+    loss_sum, errors = run.ranks.sum(total).tolist()
     return loss_sum / len(images), errors / len(images)
 
 

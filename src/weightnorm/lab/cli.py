@@ -10,23 +10,25 @@ extra that installs it.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import shlex
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from weightnorm import Parameterization, __version__
+from weightnorm.files.commands import convert, inspect
 from weightnorm.files.errors import FileError, printable
-from weightnorm.lab.errors import Interrupted, LabError, UsageError, nearest
+from weightnorm.lab.errors import ConfigError, Interrupted, LabError, nearest
 
 if TYPE_CHECKING:
     from weightnorm.lab.records import RunRecord
@@ -45,11 +47,10 @@ def list_experiments() -> None:
     for name in EXPERIMENTS:
         module = experiment(name)
         say(f"{name}: {module.TITLE}")
-        flags = {preset: preset_flags(preset) for preset in module.PRESETS}
-        width = max(map(len, flags.values()))
-        for preset, words in flags.items():
-            text = f"  {words:{width}}    {module.PRESETS[preset].about}"
-            say(textwrap.fill(text, 80, subsequent_indent=" " * (width + 6)))
+        for preset, config in module.PRESETS.items():
+            words, _, data = preset.partition(" ")
+            words = f"--preset {words} --data {data}" if data else f"--preset {words}"
+            _item(f"  {words}", 32, config.about)
     say("\nweightnorm run EXPERIMENT --help explains every setting")
 
 
@@ -98,9 +99,9 @@ def sweep(words: list[str]) -> int:
     kind = dataclasses.make_dataclass("Options", values, bases=(SweepOptions,), frozen=True)
     kind.__doc__ = SweepOptions.__doc__
     options, rest = parse(kind, rest, name, return_unknown_args=True)
-    for flag in rest:
-        if f"{flag}s" in (f"--{name.replace('_', '-')}" for name in vars(options)):
-            raise UsageError(f"a grid takes {flag}s, one value or more; got {flag}")
+    for flag in (word.partition("=")[0].replace("_", "-") for word in rest):
+        if flag.removeprefix("--").replace("-", "_") + "s" in vars(options):
+            raise ConfigError(f"a grid takes {flag}s, one value or more; got {flag}")
     base = parse_config(module, rest, name)
     grid = Grid(
         experiment=module.NAME,
@@ -115,8 +116,7 @@ def sweep(words: list[str]) -> int:
 
 def run_sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
     """Run a grid and print its results; returns the exit code."""
-    from weightnorm.lab.sweep import sweep
-    from weightnorm.lab.sweep_summary import render
+    from weightnorm.lab.sweep import summary_table, sweep
 
     module = experiment(grid.experiment)
     if options.dry_run:
@@ -135,7 +135,7 @@ def run_sweep(grid: Grid, words: list[str], options: SweepOptions) -> int:
         highest=metric in getattr(module, "HIGHER_IS_BETTER", ()),
         console=console(stderr=True),
     )
-    console().print(render(result))
+    console().print(summary_table(result))
     if result.interrupted:
         print(f"to resume:  {shlex.join(['weightnorm', *words])}", file=sys.stderr)
         return Interrupted.exit_code
@@ -152,7 +152,7 @@ def demo(out: Path = Path("out"), seeds: tuple[int, ...] = (1, 2, 3)) -> int:
     from weightnorm.lab.report import epochs_comparison, read
     from weightnorm.lab.sweep import Grid
 
-    base = replace(experiment("classify").PRESETS["demo"], runs=out / "runs")
+    base = replace(experiment("classify").PRESETS["demo"], out=out / "runs")
     grid = Grid("classify", base, seeds=seeds)
     words = ["demo", "--out", str(out), "--seeds", *map(str, seeds)]
     if code := run_sweep(grid, words, SweepOptions(jobs=2)):
@@ -169,44 +169,32 @@ def status(folder: Path = Path("runs"), /) -> None:
     Args:
         folder: folder of records, such as the --out of runs.
     """
+    from weightnorm.lab.files import is_locked
     from weightnorm.lab.records import find_records
 
     records, problems = find_records(folder)
-    places = [each.folder.relative_to(folder) for each in records]
-    rows = [
-        ("/".join(place.parts[-2:]), *_progress(each))
-        for place, each in zip(places, records, strict=True)
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    above = Path()
-    for place, row in zip(places, rows, strict=True):
-        if place.parent.parent != above:  # the setting, once for all of its rates and seeds
-            above = place.parent.parent
-            say(f"{above}")
-        say("  ".join(["", *map(str.ljust, row, widths)]).rstrip())
+    states: Counter[str] = Counter()
+    for setting, runs in groupby(records, key=lambda record: record.folder.parents[1]):
+        say(f"{setting.relative_to(folder)}")
+        for record in runs:
+            state = "running" if is_locked(record.folder) else "stopped"
+            if record.finished:
+                state = "diverged" if record.diverged else "finished"
+            states[state] += 1
+            place = "/".join(record.folder.parts[-2:])
+            epochs = f"{len(record.metrics)}/{record.config.get('epochs', '–')}"
+            say(f"  {place:20} {state:8} {epochs:>6}  {_latest(record)}".rstrip())
     for problem in problems:
         say(f"cannot be read: {problem}")
-    states = Counter(state for _, state, *_ in rows)
     say(", ".join(f"{n} {state}" for state, n in states.items()) or f"no runs in {folder}")
 
 
-def _progress(record: RunRecord) -> tuple[str, str, str]:
-    """Return the state, the epoch and the deciding metric of a run."""
-    from weightnorm.lab.files import is_locked
-
-    state = "stopped"
-    if record.diverged is not None:
-        state = "diverged"
-    elif record.finished:
-        state = "finished"
-    elif is_locked(record.folder):
-        state = "running"
+def _latest(record: RunRecord) -> str:
+    """Return the deciding metric of a run, of its result or else of its last epoch."""
     row = record.result or (record.metrics[-1] if record.metrics else {})
-    known = getattr(experiment(record.experiment), "METRIC", "") if record.metrics else ""
-    names = [known, *(name for name in row if name not in ("epoch", "seconds"))]
-    metric = next((name for name in names if isinstance(row.get(name), float)), "")
-    value = f"{metric.replace('_', ' ')} {row[metric]:.4g}" if metric else ""
-    return state, f"{len(record.metrics)}/{record.config.get('epochs', '–')}", value
+    known = experiment(record.experiment).METRIC if record.experiment in EXPERIMENTS else ""
+    value = row.get(known)
+    return f"{known.replace('_', ' ')} {value:.4g}" if isinstance(value, float) else ""
 
 
 # — claims, benchmarks, reports, data —
@@ -288,7 +276,7 @@ def bench(
 
     if list:
         for name, benchmark in BENCHMARKS.items():
-            say(textwrap.fill(f"{name:16}{benchmark.title}", 80, subsequent_indent=" " * 16))
+            _item(name, 16, benchmark.title)
         return 0
     chosen = [BENCHMARKS[nearest(x, BENCHMARKS, "benchmark")] for x in benchmarks or BENCHMARKS]
     settings = bench_output.settings(quick, rounds, seconds, threads, device)
@@ -330,7 +318,7 @@ def data(data_dir: Path | None = None, download: tuple[str, ...] = ()) -> None:
         data_dir: folder of the data sets; else $WEIGHTNORM_DATA, else the user's cache.
         download: data sets to download: cifar10, mnist, binarized-mnist, or all.
     """
-    from weightnorm.lab.data import DATA_SETS, fetch, file_state
+    from weightnorm.lab.data import DATA_SETS, fetch, read_published
     from weightnorm.lab.data import data_dir as folder_of
 
     wanted = tuple(DATA_SETS) if "all" in download else download
@@ -341,74 +329,12 @@ def data(data_dir: Path | None = None, download: tuple[str, ...] = ()) -> None:
         say(f"{name}: {folder}")
         width = max(map(len, data_set.files))
         for file, digest in data_set.files.items():
-            say(f"  {file:{width}}  {file_state(folder / file, digest)}")
+            try:
+                state = "missing" if read_published(folder / file, digest) is None else "valid"
+            except LabError as error:
+                state = f"refused: {error}"
+            say(f"  {file:{width}}  {state}")
     say("digits: in scikit-learn")
-
-
-# — checkpoint files —
-
-
-def convert(
-    source: Path,
-    target: Path,
-    /,
-    to: Literal["parametrize", "hook", "folded"],
-    weights: tuple[str, ...] = (),
-    dim: int | Literal["infer"] | None = "infer",
-) -> None:
-    """Convert a checkpoint file between weight-norm formats.
-
-    Args:
-        source: the checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or the .safetensors.index.json
-            of shards. Nothing in it is executed.
-        target: the file to write, of the same kind, whole or not at all. No file is overwritten.
-        to: the keys of torch.nn.utils.parametrizations.weight_norm, those of
-            torch.nn.utils.weight_norm (weight_g, weight_v), or plain weights.
-        weights: plain weights to decompose, by name or pattern such as '*.weight'.
-        dim: the kept axis, for plain weights (else 0) and where shapes leave it open: a flat g
-            beside a square v.
-    """
-    from weightnorm.files.convert import convert_file
-
-    done = convert_file(source, target, to, weights, dim)
-    say(f"read:    {source}\nwritten: {target}")
-    say(f"{_count(len(done.names), 'normalized weight')}, written as {to}")
-    for part, tensors in done.untouched.items():
-        say(f"left as it was: {part} ({_count(tensors, 'tensor')}, none of a normalized weight)")
-
-
-def inspect(file: Path, /) -> None:
-    """Show the normalized weights of a checkpoint file.
-
-    A line for each: shape, kept axis, mean ‖v‖, mean |g|, units with w = 0.
-
-    Args:
-        file: the checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or the .safetensors.index.json
-            of shards. Nothing in it is executed.
-    """
-    from weightnorm.files.inspect import inspect_file
-
-    contents = inspect_file(file)
-    rows = [("shape", "dim", "mean ‖v‖", "mean |g|", "dead", "weight")] * bool(contents.weights)
-    for weight in contents.weights:
-        unknown = weight.dim == "ambiguous"
-        rows.append(
-            (
-                "×".join(map(str, weight.shape)),
-                "?" if unknown else str(weight.dim).replace(" ", ""),
-                "?" if unknown else f"{weight.v_norm:.4g}",
-                f"{weight.g:.4g}",
-                str(weight.dead or ""),
-                weight.name,
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for *cells, name in rows:  # the name last and whole, so that grep finds it
-        say("  ".join([*map(str.ljust, cells, widths), printable(name)]))
-    formats = Counter(weight.format for weight in contents.weights)
-    kinds = f" ({', '.join(f'{n} {format}' for format, n in formats.items())})" if formats else ""
-    found = _count(len(contents.weights), "normalized weight")
-    say(f"{found}{kinds}, {_count(contents.others, 'other tensor')}")
 
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
@@ -436,7 +362,7 @@ EXTRAS = {"convert": "files", "inspect": "files"}
 
 def main(words: Sequence[str]) -> int:
     """Run a command; returns its exit code."""
-    words = [*split_flags(words)]
+    words = [*words]
     try:
         if not words or words[0] in ("-h", "--help", "help"):
             say(_overview())
@@ -509,21 +435,6 @@ def parse(kind: Callable[..., Any], words: list[str], name: str, **more: Any) ->
     return tyro.cli(kind, args=words, prog=f"weightnorm {name}", config=config, **more)
 
 
-def split_flags(words: Iterable[str]) -> list[str]:
-    """Split ``--flag=value`` into two words; flags have dashes, and --out may be called --runs.
-
-    >>> split_flags(["--learning_rate=0.1", "--runs", "a_b"])
-    ['--learning-rate', '0.1', '--out', 'a_b']
-    """
-    split: list[str] = []
-    for word in words:
-        flag, *value = word.split("=", 1) if word.startswith("--") else (word,)
-        if word.startswith("--"):
-            flag = {"--runs": "--out"}.get(flag, flag.replace("_", "-"))
-        split += [flag, *value]
-    return split
-
-
 def experiment(name: str) -> ModuleType:
     """Import an experiment."""
     return import_module(f"weightnorm.lab.{name}")
@@ -538,29 +449,20 @@ def split_experiment(command: str, words: list[str]) -> tuple[ModuleType, list[s
         raise SystemExit(0)
     if not words or words[0].startswith("-"):
         names = "|".join(EXPERIMENTS)
-        raise UsageError(f"which experiment? weightnorm {command} {names} [settings]")
+        raise ConfigError(f"which experiment? weightnorm {command} {names} [settings]")
     return experiment(nearest(words[0], EXPERIMENTS, "experiment")), words[1:]
-
-
-def preset_flags(name: str) -> str:
-    """Return the flags that select a preset.
-
-    >>> preset_flags("cpu cifar10")
-    '--preset cpu --data cifar10'
-    """
-    preset, _, data = name.partition(" ")
-    return f"--preset {preset} --data {data}" if data else f"--preset {preset}"
 
 
 def parse_config(module: ModuleType, words: list[str], name: str) -> Any:
     """Parse the config of an experiment: the preset that is named, changed by the other flags."""
     from weightnorm.lab.config import find_preset
 
-    given = dict(pairwise([*split_flags(words), ""]))
-    preset = given.get("--preset", "cpu")
-    if preset not in module.PRESETS:
-        preset = "cpu"  # parse() below raises the error
-    default = find_preset(module.PRESETS, preset, given.get("--data", ""))
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    named.add_argument("--preset", nargs="?")
+    named.add_argument("--data", nargs="?")
+    given, _ = named.parse_known_args(words)
+    known = given.preset in module.PRESETS  # else parse() below raises the error
+    default = find_preset(module.PRESETS, given.preset if known else "cpu", given.data or "")
     return parse(type(default), words, name, default=default)
 
 
@@ -579,5 +481,6 @@ def console(stderr: bool = False) -> Any:
     return Console(stderr=stderr)
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
+def _item(name: str, width: int, text: str) -> None:
+    """Print a line of a list, wrapped at 80 columns."""
+    say(textwrap.fill(f"{name:{width}}{text}", 80, subsequent_indent=" " * width))

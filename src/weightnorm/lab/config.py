@@ -89,7 +89,7 @@ class RunConfig:
     seed: Annotated[int, Range(0, 2**63 - 1)] = 1
     """Seed of the initial weights, the order of the data, and the noise."""
 
-    runs: Annotated[Path, tyro.conf.arg(name="out")] = Path("runs")
+    out: Path = Path("runs")
     """Folder for the records of all runs."""
     data_dir: Path | None = None
     """Folder of the data sets. Default: $WEIGHTNORM_DATA, then the user's cache folder."""
@@ -105,7 +105,7 @@ class RunConfig:
     """Size and duration of a preset, for `weightnorm list`."""
 
     EXECUTION_FIELDS: ClassVar[frozenset[str]] = frozenset(
-        {"runs", "data_dir", "device", "compile", "checkpoint_seconds", "wait_seconds", "about"}
+        {"out", "data_dir", "device", "compile", "checkpoint_seconds", "wait_seconds", "about"}
     )
     """Fields that do not change what is computed. They may differ when a run is resumed."""
 
@@ -221,5 +221,5 @@ def folder(experiment: str, config: C, presets: Mapping[str, C]) -> Path:
     levels = [str(getattr(config, name)) for name in config.FOLDER_FIELDS]
     label = "+".join([config.preset, ",".join(changed)]) if changed else config.preset
     return Path(
-        config.runs, experiment, label, *levels, f"lr-{config.rate:g}", f"seed-{config.seed}"
+        config.out, experiment, label, *levels, f"lr-{config.rate:g}", f"seed-{config.seed}"
     )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import os
 import pickle
 import sys
@@ -34,12 +33,11 @@ from torch import Tensor
 
 from weightnorm.files.atomic import write_atomically
 from weightnorm.lab.errors import DataError
+from weightnorm.lab.files import load_state, save_state
 
 ZCA_EPS = 1e-5
 """The authors' code."""
 _EXACT_ROWS = 1024
-_BLOCK = 384
-"""Columns of the covariance computed at a time: only those on or right of the diagonal."""
 DIGITS_TRAIN = 1437
 """Four fifths of scikit-learn's digits; the other 360 are the test set."""
 
@@ -151,40 +149,32 @@ def fetch(name: str, root: Path | None = None) -> dict[str, bytes]:
     """Return the content of each file of a data set by name, after downloading missing ones."""
     data = DATA_SETS[name]
     folder = data_dir(root) / data.folder
-
-    def read() -> dict[str, bytes]:
-        found = {file: read_published(folder / file, sha) for file, sha in data.files.items()}
-        return {file: content for file, content in found.items() if content is not None}
-
-    contents = read()
-    if missing := [file for file in data.files if file not in contents]:
-        try:
-            _download(data, folder, missing)
-        except OSError as error:
-            source = f" inside {data.archive[0]}" if data.archive else ""
-            lines = [f"  {file}  SHA-256 {data.files[file]}" for file in missing]
-            raise DataError(
-                "\n".join(
-                    [
-                        f"{name} is not complete, and {error}.",
-                        f"Missing from {folder}:",
-                        *lines,
-                        f"They are{source} at {' or '.join(data.mirrors)}",
-                        "Put them into that folder, or let $WEIGHTNORM_DATA (or --data-dir) name a "
-                        f"folder that has them in {data.folder}.",
-                    ]
-                )
-            ) from error
-        contents = read()
-    return contents
-
-
-def file_state(path: Path, expected: str) -> str:
-    """Return whether a file is valid or missing, or why it is refused."""
+    contents, missing = {}, []
+    for file, digest in data.files.items():
+        if (content := read_published(folder / file, digest)) is None:
+            missing.append(file)
+        else:
+            contents[file] = content
+    if not missing:
+        return contents
     try:
-        return "missing" if read_published(path, expected) is None else "valid"
-    except DataError as error:
-        return f"refused: {error}"
+        _download(data, folder, missing)
+    except OSError as error:
+        source = f" inside {data.archive[0]}" if data.archive else ""
+        lines = [f"  {file}  SHA-256 {data.files[file]}" for file in missing]
+        raise DataError(
+            "\n".join(
+                [
+                    f"{name} is not complete, and {error}.",
+                    f"Missing from {folder}:",
+                    *lines,
+                    f"They are{source} at {' or '.join(data.mirrors)}",
+                    "Put them into that folder, or let $WEIGHTNORM_DATA (or --data-dir) name a "
+                    f"folder that has them in {data.folder}.",
+                ]
+            )
+        ) from error
+    return fetch(name, root)
 
 
 def _download(data: DataSet, folder: Path, missing: list[str]) -> None:
@@ -202,10 +192,10 @@ def _download(data: DataSet, folder: Path, missing: list[str]) -> None:
                     member = tar.extractfile(f"{data.folder}/{file}")
                     assert member is not None
                     write_atomically(folder / file, member.read())
-            return
-        for file in missing:
-            path = _retrieve(data.mirrors, file, f"sha256:{data.files[file]}", temporary)
-            write_atomically(folder / file, path.read_bytes())
+        else:
+            for file in missing:
+                path = _retrieve(data.mirrors, file, f"sha256:{data.files[file]}", temporary)
+                write_atomically(folder / file, path.read_bytes())
 
 
 def _retrieve(mirrors: tuple[str, ...], name: str, digest: str, folder: str) -> Path:
@@ -347,10 +337,7 @@ def fit_zca(images: Tensor) -> Zca:
     >>> torch.allclose(covariance, torch.eye(2), atol=1e-3)
     True
     """
-    pixels = _flat(images)
-    if not len(pixels):
-        raise ValueError("ZCA needs at least one image to fit; got none")
-    mean, covariance = _moments(pixels)
+    mean, covariance = _moments(_flat(images))
     s, u = torch.linalg.eigh(covariance, UPLO="U")
     matrix = (u * (s.clamp_min(0) + ZCA_EPS).rsqrt()) @ u.T
     return Zca(mean.float(), matrix.float())
@@ -359,11 +346,6 @@ def fit_zca(images: Tensor) -> Zca:
 def apply_zca(zca: Zca, images: Tensor) -> Tensor:
     """Whiten images: uint8 in, float32 of the same shape out."""
     pixels = _flat(images)
-    if pixels.shape[1] != len(zca.mean):
-        raise ValueError(
-            f"images of shape {tuple(images.shape)} have {pixels.shape[1]} values each, but the "
-            f"ZCA map was fitted on {len(zca.mean)}; fit it on images of this size"
-        )
     white = torch.empty(pixels.shape, dtype=torch.float32)
     for rows, out in zip(pixels.split(4096), white.split(4096), strict=True):
         torch.mm((rows.float() - 127.5) / 128 - zca.mean, zca.matrix, out=out)
@@ -377,32 +359,33 @@ def fit_zca_once(images: Tensor) -> Zca:
     folder that cannot be written is a warning.
     """
     folder = Path(os.environ.get("WEIGHTNORM_CACHE") or pooch.os_cache("weightnorm")).expanduser()
-    key = _checksum(f"zca {ZCA_EPS} {tuple(images.shape)}", images)
-    path = folder / f"zca-{key[:32]}.pt"
-    zca = _load_zca(path)
-    if zca is None:
+    key = hashlib.sha256(f"{ZCA_EPS} {tuple(images.shape)}".encode())
+    key.update(images.contiguous().numpy().data)
+    path = folder / f"whitening-{key.hexdigest()[:32]}.pt"
+    try:
+        return Zca(**load_state(path))
+    except Exception:  # missing or damaged: it is fitted, again perhaps
         zca = fit_zca(images)
-        try:
-            _save_zca(zca, path)
-        except OSError as error:
-            warnings.warn(
-                f"the ZCA map is fitted but cannot be cached in {folder} ({error}); it will be "
-                "fitted again next time, unless $WEIGHTNORM_CACHE names a writable folder",
-                stacklevel=2,
-            )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_state(path, vars(zca))
+    except OSError as error:
+        warnings.warn(
+            f"the ZCA map is fitted but cannot be cached in {folder} ({error}); it will be "
+            "fitted again next time, unless $WEIGHTNORM_CACHE names a writable folder",
+            stacklevel=2,
+        )
     return zca
 
 
 def _moments(pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute mean and upper triangle of the covariance of (pixel − 127.5)/128 in float64."""
+    """Compute mean and covariance of (pixel − 127.5)/128; see Note [exact covariance]."""
     n, d = pixels.shape
-    total = torch.zeros(d, dtype=torch.float64)
-    products = torch.zeros(d, d, dtype=torch.float64)
+    total, products = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
     for rows in pixels.split(_EXACT_ROWS):
         x = rows.float() - 128
         total += x.sum(0)
-        for i in range(0, d, _BLOCK):
-            products[i : i + _BLOCK, i:] += x[:, i : i + _BLOCK].T @ x[:, i:]
+        products += x.T @ x
     mean = total / n
     return (mean + 0.5) / 128, (products / n - mean.outer(mean)) / 128**2
 
@@ -414,29 +397,3 @@ def _flat(images: Tensor) -> Tensor:
             f"{tuple(images.shape)}"
         )
     return images.flatten(1)
-
-
-def _checksum(head: str, *tensors: Tensor) -> str:
-    digest = hashlib.sha256(head.encode())
-    for tensor in tensors:
-        digest.update(tensor.contiguous().numpy().data)
-    return digest.hexdigest()
-
-
-def _load_zca(path: Path) -> Zca | None:
-    """Load a cached map; None if there is none or its checksum differs."""
-    try:
-        cached = torch.load(path, weights_only=True)
-        zca = Zca(cached["mean"], cached["matrix"])
-        intact = cached["checksum"] == _checksum(path.name, zca.mean, zca.matrix)
-    except Exception:  # A damaged file is fitted again.
-        return None
-    return zca if intact else None
-
-
-def _save_zca(zca: Zca, path: Path) -> None:
-    checksum = _checksum(path.name, zca.mean, zca.matrix)
-    content = io.BytesIO()  # On a full disk, torch.save raises other errors than OSError.
-    torch.save({"mean": zca.mean, "matrix": zca.matrix, "checksum": checksum}, content)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content.getvalue())

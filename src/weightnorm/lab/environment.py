@@ -17,8 +17,7 @@ import platform
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -99,15 +98,31 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of torch's random number generators on the CPU and on `device`."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(*_index(device))
+    return state
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Restore what `random_state` returned; on another type of device, the CPU's alone."""
+    torch.set_rng_state(state["cpu"])
+    if device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], *_index(device))
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    """Return the argument that selects a device; mps has only one and takes none."""
+    return () if device.type == "mps" else (device,)
+
+
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """Return the autocast context of a data type, such as bfloat16; none for float32."""
     if precision == "float32":
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, precision))
-
-
-class RankLost(RuntimeError):
-    """Raised when a collective fails because another rank died, hangs or runs different code."""
 
 
 def is_collective(error: BaseException | None) -> bool:
@@ -119,7 +134,7 @@ def is_collective(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank and world size of this process. Collectives raise RankLost if a rank is lost."""
+    """Rank and world size of this process. See `is_collective` for errors of collectives."""
 
     rank: int = 0
     world: int = 1
@@ -134,11 +149,7 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl"
             if device.index is None:  # one GPU per rank of a machine
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=wait_seconds))
-        except dist.DistError as error:
-            here = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-            raise RankLost(f"{here} found no others ({str(error).splitlines()[0]})") from error
+        dist.init_process_group(backend, timeout=timedelta(seconds=wait_seconds))
         return cls(dist.get_rank(), dist.get_world_size())
 
     def leave(self) -> None:
@@ -146,22 +157,8 @@ class Ranks:
         if self.world > 1 or dist.is_initialized():
             dist.destroy_process_group()
 
-    @contextmanager
-    def waiting_for(self, what: str) -> Iterator[None]:
-        """Raise RankLost if a collective in this block fails; `what` names its result."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_collective(error):
-                raise
-            raise self.lost(error, what) from error
-
-    def lost(self, error: BaseException, what: str) -> RankLost:
-        """Return the error for a collective that failed; `what` names its result."""
-        return RankLost(
-            f"rank {self.rank} of {self.world} failed waiting for {what} "
-            f"({str(error).splitlines()[0]}): another rank died, hangs, or runs different code"
-        )
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world}"
 
     @property
     def first(self) -> bool:
@@ -177,27 +174,24 @@ class Ranks:
         """Return this rank's part of a global batch."""
         return rows.tensor_split(self.world)[self.rank] if self.world > 1 else rows
 
-    def sum(self, x: Tensor, name: str = "a sum") -> Tensor:
-        """Sum a tensor over ranks, in place. `name` is used in the error if a rank is lost."""
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum a tensor over ranks, in place."""
         if self.world > 1:
-            with self.waiting_for(name):
-                dist.all_reduce(x)
+            dist.all_reduce(x)
         return x
 
     def any(self, *flags: bool) -> list[bool]:
         """Return, for each flag, whether it is set on any rank. One collective."""
         if self.world == 1:
             return list(flags)
-        counts = self.sum(torch.tensor(flags, dtype=torch.float32), "all to end a step")
-        return [count > 0 for count in counts.tolist()]
+        return [count > 0 for count in self.sum(torch.tensor(flags, dtype=torch.float32)).tolist()]
 
-    def gather(self, value: Any, name: str = "a barrier") -> list[Any]:
-        """Return the values of all ranks, on every rank."""
+    def gather(self, value: Any = None) -> list[Any]:
+        """Return the values of all ranks, on every rank. Without a value, wait for all ranks."""
         values: list[Any] = [value]
         if self.world > 1:
             values = [None] * self.world
-            with self.waiting_for(name):
-                dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value)
         return values
 
     def sum_gradients(self, model: nn.Module) -> None:
@@ -210,7 +204,7 @@ class Ranks:
             return
         parameters = [p for p in model.parameters() if p.requires_grad]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        total = self.sum(torch.cat([grad.flatten() for grad in grads]), "the sum of gradients")
+        total = self.sum(torch.cat([grad.flatten() for grad in grads]))
         parts = total.split([grad.numel() for grad in grads])
         for parameter, grad, part in zip(parameters, grads, parts, strict=True):
             parameter.grad = grad.copy_(part.view_as(grad))
@@ -257,12 +251,11 @@ def commit(file: Path = Path(__file__)) -> str | None:
     """
     file = file.resolve()
     try:
-        root = Path(_git(file.parent, "rev-parse", "--show-toplevel"))
-        inside = Path("src/weightnorm/lab", file.name)
-        if file != (root / inside).resolve() or not _git(root, "ls-files", "--", str(inside)):
+        tracked = _git(file.parent, "ls-files", "--full-name", "--", file.name)
+        if tracked != "src/weightnorm/lab/environment.py":
             return None
-        head = _git(root, "rev-parse", "--short=12", "HEAD")
-        return head + ("+" if _git(root, "status", "--porcelain", "--", "src") else "")
+        head = _git(file.parent, "rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git(file.parent, "status", "--porcelain", "--", ":/src") else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

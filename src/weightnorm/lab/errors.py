@@ -13,14 +13,8 @@ class LabError(Exception):
     exit_code: ClassVar[int] = 1
 
 
-class UsageError(LabError):
-    """A command line that cannot be parsed; the message names the nearest valid words."""
-
-    exit_code = 2
-
-
 class ConfigError(LabError, ValueError):
-    """A config that cannot be run; the message names the field and its valid values."""
+    """A config or command that cannot be run; the message names what is valid."""
 
     exit_code = 2
 
@@ -35,10 +29,6 @@ class RunError(LabError):
 
 class Diverged(LabError):
     """A run that ended because a number was not finite; this is recorded as its result."""
-
-
-class CheckpointError(LabError):
-    """A run's folder has a checkpoint, but none that can be resumed from."""
 
 
 class RecordError(LabError):
@@ -66,11 +56,11 @@ def nearest(word: str, known: Iterable[str], kind: str) -> str:
 
     >>> nearest("rnu", ["list", "run"], "command")
     Traceback (most recent call last):
-    weightnorm.lab.errors.UsageError: there is no command 'rnu'; did you mean 'run'?
+    weightnorm.lab.errors.ConfigError: there is no command 'rnu'; did you mean 'run'?
     """
     names = list(known)
     if word in names:
         return word
     near = get_close_matches(word, names, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-    raise UsageError(f"there is no {kind} {word!r}; {hint}")
+    raise ConfigError(f"there is no {kind} {word!r}; {hint}")

@@ -1,12 +1,23 @@
-"""Locks of folders, and the leftovers of killed writers."""
+"""Files that killed or concurrent processes cannot damage: locks, and states with a digest.
+
+Note [digest in the zip comment]
+    torch writes a zip archive but does not check its CRCs when it reads one, so a flipped bit would
+    be loaded as another number. The SHA-256 digest of the file is appended as the archive's
+    comment: `torch.load` still reads the file, and the digest is replaced together with the data.
+"""
 
 from __future__ import annotations
 
+import io
+import os
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from weightnorm.files.atomic import SUFFIX
+import torch
+
+from weightnorm.files.atomic import SUFFIX, atomic_writer
 from weightnorm.lab.errors import RunError
 
 
@@ -60,3 +71,65 @@ def remove_temporary(folder: Path) -> None:
     """
     for path in folder.glob(f".*{SUFFIX}"):
         path.unlink(missing_ok=True)
+
+
+# — states with a digest —
+
+END_OF_DIRECTORY = b"PK\x05\x06"
+"""Signature of the last 22 bytes of a zip archive, which end with the length of its comment."""
+DIGEST_LENGTH = 64
+
+
+def save_state(path: Path, state: dict[str, Any], *, keep_previous: bool = False) -> None:
+    """Write tensors and plain values with a digest, whole or not at all.
+
+    With `keep_previous`, the file that is replaced is kept, see `previous`.
+    """
+    memory = io.BytesIO()  # on a full disk, torch.save raises other errors than OSError
+    torch.save(state, memory)
+    archive = memory.getvalue()
+    if archive[-22:-18] != END_OF_DIRECTORY or archive[-2:] != b"\0\0":
+        raise ValueError("expected a zip archive without a comment from torch.save")
+    body = archive[:-2] + DIGEST_LENGTH.to_bytes(2, "little")
+    with atomic_writer(path) as file:
+        file.write(body + sha256(body).hexdigest().encode())
+        file.flush()
+        os.fsync(file.fileno())
+        if keep_previous and path.exists():
+            path.replace(previous(path))
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Load what `save_state` wrote. Raises an error unless every byte is as it was written."""
+    content = io.BytesIO(_verified(path))
+    state: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
+    return state
+
+
+def recover_state(path: Path) -> None:
+    """Replace a damaged or missing file by the previous one, if that is intact.
+
+    A run resumes exactly from either, so falling back costs time and nothing else. The next
+    `save_state` must not move a damaged file over the intact one.
+    """
+    for generation in (path, previous(path)):
+        try:
+            _verified(generation)
+        except (OSError, ValueError):
+            continue
+        generation.replace(path)
+        return
+
+
+def previous(path: Path) -> Path:
+    """Return the path of the file that `save_state` keeps."""
+    return path.with_name(f"{path.stem}-previous{path.suffix}")
+
+
+def _verified(path: Path) -> bytes:
+    """Read a file of `save_state`. Raises ValueError unless its digest is that of its content."""
+    content = path.read_bytes()
+    body, expected = content[:-DIGEST_LENGTH], content[-DIGEST_LENGTH:]
+    if sha256(body).hexdigest().encode() != expected:
+        raise ValueError(f"its {len(content):,} bytes do not have the digest they were saved with")
+    return content

@@ -463,7 +463,7 @@ def evaluate(network: Any, texts: Tensor, config: Config, run: Run) -> float:
     sums = [torch.zeros((), device=run.device)]  # a rank may have no texts
     with autocast(run.device, config.precision):
         sums += [nats(network, batch) for batch in batches]
-    total = run.ranks.sum(torch.stack(sums).cpu().double().sum(), "the loss of held-out text")
+    total = run.ranks.sum(torch.stack(sums).cpu().double().sum())
     return total.item() / (len(texts) * config.context) / log(2)
 
 
@@ -504,11 +504,11 @@ def record_corpus(corpus: Corpus, run: Run) -> None:
     path = run.folder / "corpus.json"
     if run.ranks.first and not path.exists():
         write_json(path, facts)
-    run.ranks.gather(None, "the record of the corpus")
+    run.ranks.gather()
     if (known := read_json(path)) != facts:
         raise ConfigError(
             f"{run.folder} was started with the source of torch {known.get('torch')} (SHA-256 "
             f"{known.get('sha256')}); this is torch {corpus.version} with another text (SHA-256 "
-            f"{corpus.digest}). Resume it with the same installation, or choose another --runs "
+            f"{corpus.digest}). Resume it with the same installation, or choose another --out "
             "folder"
         )

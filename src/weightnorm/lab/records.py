@@ -17,11 +17,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from weightnorm.files.atomic import write_atomically
@@ -67,17 +66,13 @@ class RunRecord:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value from a JSON file is a number that a float can represent.
+    """Return whether a value from a JSON file is a finite number.
 
-    >>> [is_number(x) for x in (1, 0.5, None, True, "1", 10**400, float("nan"))]
-    [True, True, False, False, False, False, False]
+    >>> [is_number(x) for x in (1, 0.5, None, True, "1", float("nan"))]
+    [True, True, False, False, False, False]
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)
 
 
 def load_record(folder: Path) -> RunRecord:
@@ -88,15 +83,12 @@ def load_record(folder: Path) -> RunRecord:
         isinstance(head.get(name), kind) for name, kind in fields.items()
     ):
         raise RecordError(f"{folder / 'config.json'} is not a run's config")
-    path = folder / "result.json"
-    result = read_json(path) if path.exists() else None
-    diverged = None
-    if path.exists():
-        if not isinstance(result, dict):
+    result = diverged = None
+    if (path := folder / "result.json").exists():
+        result = read_json(path)
+        if not isinstance(result, dict) or not isinstance(result.get("diverged"), dict | None):
             raise RecordError(f"{path} is not a run's result")
         diverged = result.pop("diverged", None)
-        if not isinstance(diverged, dict | None):
-            raise RecordError(f"{path} is not a run's result: diverged is {diverged!r}")
     return RunRecord(
         folder=folder,
         experiment=head["experiment"],
@@ -107,17 +99,6 @@ def load_record(folder: Path) -> RunRecord:
         result=result,
         diverged=diverged,
     )
-
-
-def by_seed(records: Iterable[RunRecord], metric: str) -> dict[int, float | None]:
-    """Return seed → a metric of the result of each finished run, None for one that diverged."""
-    results: dict[int, float | None] = {}
-    for i, record in enumerate(records):
-        if record.finished:
-            seed = record.config.get("seed")
-            # A damaged config must not hide a result.
-            results[seed if isinstance(seed, int) else -1 - i] = record.final(metric)
-    return results
 
 
 def find_records(root: Path) -> tuple[list[RunRecord], list[str]]:
@@ -202,7 +183,7 @@ def read_rows(path: Path) -> list[Row]:
     for line in content.split(b"\n"):
         try:
             row = _parse(line.strip(b"\0"))  # a crash may leave a block of zeros
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             rows.append(row)
@@ -210,26 +191,20 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_json(path: Path) -> Any:
+    """Read a JSON file. Raises RecordError if it is missing, damaged or cannot be read."""
     try:
         return _parse(path.read_bytes())
     except FileNotFoundError:
         raise RecordError(f"{path} is missing") from None
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"{path} is damaged: {error}") from None
 
 
 def _parse(content: bytes) -> Any:
-    """Parse JSON in UTF-8. Raises ValueError for anything else; numbers beyond floats are None."""
-    try:
-        value = json.loads(
-            content.decode(), parse_float=_finite_float, parse_constant=lambda name: None
-        )
-        json.dumps(value, ensure_ascii=False).encode()  # refuses escaped lone surrogates
-        return value
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    """Parse JSON; numbers that are not finite are None."""
+    return json.loads(content, parse_float=_finite_float, parse_constant=lambda name: None)
 
 
 def _finite_float(text: str) -> float | None:
@@ -257,43 +232,3 @@ def _path_or_enum(value: Any) -> Any:
         f"a record holds numbers and text, got {type(value).__name__}: {value!r}; "
         "convert a tensor or array with .item() or .tolist()"
     )
-
-
-Results = Mapping[int, float | None]
-"""Seed → the metric of a finished run, None for one that diverged."""
-
-
-def best_learning_rate(results: Mapping[float, Results], highest: bool = False) -> float | None:
-    """Return the learning rate with the lowest mean result over seeds, or the highest.
-
-    Rates are compared on the seeds that all of them have, if there are any. A rate at which a run
-    diverged is chosen only if a run diverged at every rate: its mean over the other seeds is not
-    the mean of the grid's other rates. Equal means are decided by the number of runs, then by the
-    smaller rate.
-
-    Args:
-        results: learning rate → results by seed.
-        highest: whether a higher metric is better.
-
-    Returns None if no run finished with a number.
-
-    >>> best_learning_rate({0.001: {1: 0.5, 2: 0.3}, 0.01: {1: 0.2, 2: None}, 0.1: {}})
-    0.001
-    >>> best_learning_rate({0.001: {1: 0.2, 2: 0.6}, 0.01: {1: 0.3}})  # by seed 1
-    0.001
-    """
-    numbers = {
-        rate: {seed: value for seed, value in by_seed.items() if value is not None}
-        for rate, by_seed in results.items()
-    }
-    numbers = {rate: by_seed for rate, by_seed in numbers.items() if by_seed}
-    whole = [set(x) for rate, x in numbers.items() if len(x) == len(results[rate])]
-    common = set.intersection(*(whole or map(set, numbers.values()))) if numbers else set()
-
-    def order(rate: float) -> tuple[bool, float, int, float]:
-        found = numbers[rate]
-        values = [value for seed, value in found.items() if seed in common]
-        mean = fmean(values or found.values())
-        return len(found) < len(results[rate]), -mean if highest else mean, -len(found), rate
-
-    return min(numbers, key=order, default=None)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from weightnorm.lab.records import RunRecord, best_learning_rate, is_number
-from weightnorm.lab.statistics import Interval, mean_interval
+from weightnorm.lab.records import RunRecord, is_number
+from weightnorm.lab.statistics import Interval, mean_interval, paired_differences
 
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
 ALWAYS_VARIED = ("preset", "parameterization", "learning_rate", "seed")
@@ -101,6 +101,37 @@ def text(value: Any) -> str:
 def progress(record: RunRecord) -> str:
     """Return how many epochs of a run are done."""
     return f"epoch {len(record.metrics)} of {record.config.get('epochs', '?')}"
+
+
+def best_learning_rate(runs: pd.DataFrame, metric: str, highest: bool = False) -> float | None:
+    """Return the learning rate with the lowest mean final metric over seeds, or the highest.
+
+    Rates are compared on the seeds that all of them have, if there are any. A rate at which a run
+    diverged is chosen only if a run diverged at every rate: its mean over the other seeds is not
+    the mean of the grid's other rates. Equal means are decided by the number of runs, then by the
+    smaller rate.
+
+    Args:
+        runs: the runs of one method, of a `run_frame`.
+        metric: the final metric.
+        highest: whether a higher metric is better.
+
+    Returns None if no run finished with a number.
+    """
+    ended = runs[runs["state"] != UNFINISHED].drop_duplicates(
+        ["seed", "learning_rate"], keep="last"
+    )
+    if (column := f"final_{metric}") not in ended or not ended[column].notna().any():
+        return None
+    table = ended.pivot(index="seed", columns="learning_rate", values=column)
+    count = table.count()
+    lost = count < ended.groupby("learning_rate").size()
+    table = table.loc[:, count > 0]
+    whole = table.loc[:, ~lost[table.columns]]
+    common = (table if whole.empty else whole).dropna().index
+    means = table.loc[common].mean().fillna(table.mean())
+    order = pd.DataFrame({"lost": lost, "mean": -means if highest else means, "count": -count})
+    return float(order.loc[table.columns].sort_values([*order]).index[0])
 
 
 # — settings —
@@ -186,19 +217,11 @@ class Comparison:
         """Best learning rate of each method; while nothing has finished, that with most epochs."""
         chosen = {}
         for method in self.methods:
-            results = {
-                rate: {
-                    seed: None if math.isnan(x) else x
-                    for seed, x in self.values(self.metric, self.finished(name, rate)).items()
-                }
-                for name, rate in self.rates
-                if name == method
-            }
-            best = best_learning_rate(results, self.highest)
+            runs = self.runs[self.runs["method"] == method]
+            best = best_learning_rate(runs, self.metric, self.highest)
             if best is None:
-                group = self.runs[self.runs["method"] == method]
-                done = [len(record.metrics) for record in group["record"]]
-                best = float(group["learning_rate"].iloc[int(np.argmax(done))])
+                done = runs["record"].map(lambda record: len(record.metrics))
+                best = float(runs.loc[done.astype(int).idxmax(), "learning_rate"])
             chosen[method] = best
         return chosen
 
@@ -275,7 +298,9 @@ class Comparison:
         """
         if not {method, baseline} <= self.done.keys():
             return None
-        return paired_difference(*(self.values(column, self.done[m]) for m in (method, baseline)))
+        ours, theirs = (self.values(column, self.done[m]) for m in (method, baseline))
+        change = paired_differences(ours, theirs)
+        return (mean_interval(change), len(change)) if change else None
 
     def epochs_to_common(self, metric: str) -> tuple[float, dict[str, list[float]]]:
         """Return the lowest value that all finished runs reach, and the epochs each run needs.
@@ -299,18 +324,6 @@ class Comparison:
             method: [float(min(x.index[x <= target], default=math.nan)) for x in each.values()]
             for method, each in curves.items()
         }
-
-
-def paired_difference(
-    a: Mapping[int, float], b: Mapping[int, float]
-) -> tuple[Interval, int] | None:
-    """Return the mean of a − b over the common seeds with its 95 % interval, and their number.
-
-    >>> paired_difference({1: 2.0, 2: 3.0}, {2: 1.0, 3: 0.0})
-    (Interval(value=2.0, low=2.0, high=2.0), 1)
-    """
-    change = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
-    return (mean_interval(change), len(change)) if change else None
 
 
 def mean_and_std(values: Iterable[float], scale: float = 1, digits: int = 2) -> str:

@@ -13,46 +13,39 @@
 A run that was killed at any moment continues from its last checkpoint when the same command is
 repeated, and ends with the same bits: the order of the data follows from seed and epoch, and a
 checkpoint holds everything else (parameters, optimizer, random states, metrics).
-
-Note [digest in the zip comment]
-    torch writes a zip archive but does not check its CRCs when it reads one, so a flipped bit would
-    be loaded as another number. The SHA-256 digest of the file is appended as the archive's
-    comment: `torch.load` still reads the file, and the digest is replaced together with the data.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
-from weightnorm.files.atomic import atomic_writer, write_atomically
+from weightnorm.files.atomic import write_atomically
 from weightnorm.init_report import InitReport
 from weightnorm.lab.config import RunConfig, completed, folder, scientific_fields
 from weightnorm.lab.environment import (
-    RankLost,
     Ranks,
     environment,
     flushes_denormals,
     is_collective,
     pick_device,
     prepare_process,
+    random_state,
+    set_random_state,
 )
 from weightnorm.lab.errors import (
-    CheckpointError,
     ConfigError,
     Diverged,
     Interrupted,
@@ -60,7 +53,14 @@ from weightnorm.lab.errors import (
     RecordError,
     RunError,
 )
-from weightnorm.lab.files import lock_folder, remove_temporary
+from weightnorm.lab.files import (
+    load_state,
+    lock_folder,
+    previous,
+    recover_state,
+    remove_temporary,
+    save_state,
+)
 from weightnorm.lab.progress import EpochProgress
 from weightnorm.lab.records import (
     Row,
@@ -70,11 +70,9 @@ from weightnorm.lab.records import (
     write_json,
     write_rows,
 )
-from weightnorm.lab.weights import weight_rows
+from weightnorm.lab.weights import largest_norms
 
 T = TypeVar("T")
-Sums = dict[str, Tensor]
-"""Name → sum over the steps of an epoch; the others are divided by the one called ``count``."""
 LIVE_SECONDS = 0.5
 """Time between updates of the metrics on the screen; each synchronizes with the device."""
 
@@ -104,16 +102,16 @@ class Run:
         self.checkpoint = self.folder / "checkpoint.pt"
         self.device = pick_device(config.device)
         self.ranks = Ranks()
-        self.epoch = self.step = 0
+        self.epoch = self.step = self._epochs = 0
         self.batch = 0
         """Examples in the current minibatch, over all ranks."""
-        self.totals: Sums = {}
+        self.totals: dict[str, Tensor] = {}
+        """Sums over the steps of the epoch; ``count`` is what the others are divided by."""
         self.metrics: list[Row] = []
         """The rows of metrics.jsonl."""
         self.stateful: dict[str, Any] = {}
         self.seconds = 0.0
         """Training time of the current epoch."""
-        self._progress: EpochProgress | None = None
         self._lock: IO[str] | None = None
         self._flushed = flushes_denormals()
         self._stop = self._savable = False
@@ -126,7 +124,7 @@ class Run:
             self.ranks = Ranks.join(self.device, self.config.wait_seconds)
             if self.ranks.first:
                 self._open_folder()
-            self.ranks.gather(None, "the folder")  # no rank reads it before it is locked
+            self.ranks.gather()  # no rank reads it before it is locked
             for which in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[which] = signal.signal(which, self._on_signal)
             prepare_process()
@@ -137,44 +135,35 @@ class Run:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         self._close()
         self._explain(error)
 
     def _explain(self, error: BaseException | None) -> None:
         """Raise a RunError with the way to continue, if a disk or another rank failed."""
-        if error is not None and is_collective(error):  # one of the library's
-            error = self.ranks.lost(error, "statistics of a batch")
-        advice = {OSError: "correct this, then repeat", RankLost: "start all ranks again with"}
-        for kind, way in advice.items():
-            if isinstance(error, kind):
-                reason = getattr(error, "strerror", None) or error
-                message = f"{self.folder}: {reason}. Nothing already written is lost"
-                raise RunError(f"{message}; {way} the same command to continue") from error
+        if is_collective(error):
+            first = str(error).splitlines()[0]
+            reason = f"{self.ranks}: another rank died, hangs, or runs different code ({first})"
+            way = "start all ranks again with"
+        elif isinstance(error, OSError):
+            reason, way = error.strerror or str(error), "correct this, then repeat"
+        else:
+            return
+        message = f"{self.folder}: {reason}. Nothing already written is lost"
+        raise RunError(f"{message}; {way} the same command to continue") from error
 
     def _open_folder(self) -> None:
         """Create and lock the folder, and check that it belongs to this config."""
         self._lock = lock_folder(self.folder)
         remove_temporary(self.folder)
-        recover_checkpoint(self.checkpoint)
-        self._check_config()
-
-    def _check_config(self) -> None:
-        """Compare config.json with the config; write it if no run has finished in the folder."""
-        fields = scientific_fields(self.config)
+        recover_state(self.checkpoint)
         try:
             self._refuse_other_settings(load_record(self.folder).config)
-            if (self.folder / "result.json").exists():
-                previous(self.checkpoint).unlink(missing_ok=True)
         except RecordError as error:
             if (self.folder / "result.json").exists():
                 raise RunError(f"{error}; delete {self.folder} to run it again") from None
             # Nothing is lost: `restore` compares the config with that of the checkpoint.
+            fields = scientific_fields(self.config)
             head = {"experiment": self.experiment, "preset": self.config.preset, "config": fields}
             write_json(self.folder / "config.json", head)
 
@@ -184,14 +173,12 @@ class Run:
         if differing:
             raise ConfigError(
                 f"{self.folder} holds a run with other settings ({', '.join(differing)}); "
-                "choose another --runs folder, or delete this one"
+                "choose another --out folder, or delete this one"
             )
 
     def _close(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
-        if "_events" in self.__dict__:
-            self._events.close()
+        for name in {"_progress", "_events"} & vars(self).keys():  # those that were used
+            getattr(self, name).close()
         for which, handler in self._handlers.items():
             signal.signal(which, handler)
         self._handlers.clear()
@@ -249,9 +236,9 @@ class Run:
             stateful: objects with `state_dict` and `load_state_dict`.
         """
         self.stateful = stateful
-        state = load_checkpoint(self.checkpoint)
-        if state is not None:
-            self._load(state)
+        found = self.checkpoint.exists() or previous(self.checkpoint).exists()
+        if found:
+            self._load()
         else:
             self.seed_by_rank()
         self._refuse_different_checkpoints()
@@ -261,19 +248,26 @@ class Run:
             append_row(self.folder / "sessions.jsonl", session)
             # Drops rows that are later than the checkpoint, and repairs damaged ones.
             write_rows(self.folder / "metrics.jsonl", self.metrics)
-        return state is not None
+        return found
 
     def _refuse_different_checkpoints(self) -> None:
         """Ranks read by themselves: a folder that they do not share would mix two networks."""
-        places = self.ranks.gather((self.epoch, self.step), "the place in training")
+        places = self.ranks.gather((self.epoch, self.step))
         if len({*places}) > 1:
-            read = "; ".join(f"rank {i}: epoch {e}, step {s}" for i, (e, s) in enumerate(places))
-            raise CheckpointError(
-                f"the ranks read different checkpoints from {self.folder} ({read}); all of them "
-                "need the same folder, readable and up to date"
+            raise RunError(
+                f"the ranks read different checkpoints from {self.folder}, of (epoch, step) "
+                f"{places}; all of them need the same folder, readable and up to date"
             )
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self) -> None:
+        try:
+            state = load_state(self.checkpoint)
+        except Exception as error:  # torch raises many kinds for a damaged file
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise RunError(
+                f"no checkpoint in {self.folder} is intact ({self.checkpoint.name}: {reason}); "
+                "delete the folder to start over"
+            ) from error
         try:
             self._refuse_other_settings(state["config"])
             if len(state["random"]) != self.ranks.world:
@@ -292,7 +286,7 @@ class Run:
             raise
         except (KeyError, RuntimeError) as error:  # what load_state_dict raises
             reason = str(error).splitlines()[0]
-            raise CheckpointError(
+            raise RunError(
                 f"{self.checkpoint} was written by another version of the experiment ({reason}); "
                 "delete the folder to start over"
             ) from error
@@ -300,7 +294,7 @@ class Run:
     def save(self, path: Path | None = None) -> None:
         """Write a checkpoint, by default to ``checkpoint.pt``."""
         mine = random_state(self.device), {k: v.cpu() for k, v in self.totals.items()}
-        parts = self.ranks.gather(mine, "parts of a checkpoint")
+        parts = self.ranks.gather(mine)
         if self.ranks.first:
             state = {
                 "config": scientific_fields(self.config),
@@ -312,14 +306,13 @@ class Run:
                 "random": [random for random, _ in parts],
                 "states": {name: thing.state_dict() for name, thing in self.stateful.items()},
             }
-            save_checkpoint(path or self.checkpoint, state)
+            save_state(path or self.checkpoint, state, keep_previous=path is None)
 
     # — the loop —
 
     def epochs(self, count: int) -> Iterator[int]:
         """Iterate over the remaining epochs, with a checkpoint after each."""
-        console = self.console if self.ranks.first else Console(quiet=True)
-        self._progress = EpochProgress(console, f"{self.experiment}  {self.folder}", count)
+        self._epochs = count
         while self.epoch < count:
             yield self.epoch
             self.epoch += 1
@@ -348,8 +341,7 @@ class Run:
 
         Not after the last one: an epoch's evaluation belongs to it, and `epochs` saves after that.
         """
-        if self._progress is not None:
-            self._progress.start_epoch(self.epoch, len(steps), self.step)
+        self._progress.start_epoch(self.epoch, len(steps), self.step)
         began = saved = shown = time.monotonic()
         saved_at = self.step
         for step in steps[self.step :]:
@@ -358,8 +350,9 @@ class Run:
             now = time.monotonic()
             self.seconds, began = self.seconds + now - began, now
             live = now - shown > LIVE_SECONDS
-            if self._progress is not None:
-                self._progress.step(self.step, _text(self.means) if live else "")
+            means = self._means if live else {}
+            text = "  ".join(f"{name.replace('_', ' ')} {x:.4g}" for name, x in means.items())
+            self._progress.step(self.step, text)
             shown = now if live else shown
             due = now - saved > self.config.checkpoint_seconds or self.step - saved_at >= save_every
             # Reading the sums synchronizes with an accelerator, so not at every step.
@@ -380,12 +373,10 @@ class Run:
 
         With one rank, a signal stops it between two items; the same command then repeats all of it.
         """
-        if self._progress is not None:
-            self._progress.start_part(name, len(items))
+        self._progress.start_part(name, len(items))
         for done, item in enumerate(items, 1):
             yield item
-            if self._progress is not None:
-                self._progress.part(done)
+            self._progress.part(done)
             if self._stop and self.ranks.world == 1:  # ranks may have other numbers of items
                 raise Interrupted(str(self.folder))
 
@@ -397,7 +388,7 @@ class Run:
             self.totals[name] += amount.detach() if isinstance(amount, Tensor) else amount
 
     @property
-    def means(self) -> dict[str, float]:
+    def _means(self) -> dict[str, float]:
         """This rank's sums divided by the count; empty without one. Synchronizes."""
         if "count" not in self.totals:
             return {}
@@ -415,13 +406,13 @@ class Run:
 
     def total(self, name: str) -> float:
         """Return the epoch's sum over steps and ranks."""
-        return self.ranks.sum(self.totals[name].clone(), f"the epoch's sum of {name}").item()
+        return self.ranks.sum(self.totals[name].clone()).item()
 
     def log(self, **metrics: Tensor | float) -> None:
         """Record an epoch: a line of metrics.jsonl, TensorBoard, and a row on the screen."""
         if any(self.ranks.any(not self._finite)):
             self._diverge()
-        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        numbers = {name: _number(value) for name, value in metrics.items()}
         row = {"epoch": self.epoch + 1, **numbers, "seconds": round(self.seconds, 3)}
         self.metrics.append(row)
         if self.ranks.first:
@@ -430,8 +421,12 @@ class Run:
                 if name != "epoch":
                     self._events.add_scalar(name, value, self.epoch + 1)
             self._events.flush()
-        if self._progress is not None:
-            self._progress.end_epoch(numbers)
+        self._progress.end_epoch(numbers)
+
+    @cached_property
+    def _progress(self) -> EpochProgress:
+        console = self.console if self.ranks.first else Console(quiet=True)
+        return EpochProgress(console, f"{self.experiment}  {self.folder}", self._epochs)
 
     @cached_property
     def _events(self) -> Any:
@@ -455,7 +450,7 @@ class Run:
 
     def finish(self, result: Mapping[str, Tensor | float]) -> RunRecord:
         """Record the final metrics. Raises Diverged if one of them is not finite."""
-        numbers = {name: _number(name, value) for name, value in result.items()}
+        numbers = {name: _number(value) for name, value in result.items()}
         broken = [name for name, value in numbers.items() if not math.isfinite(value)]
         values = ", ".join(f"{name} {numbers[name]:g}" for name in broken)
         diverged = f"the result is not finite after epoch {self.epoch}: {values}" if broken else ""
@@ -472,14 +467,14 @@ class Run:
             if diverged:
                 at = {"epoch": len(self.metrics) + bool(self.step), "step": self.step}
                 outcome["diverged"] = {**at, "message": diverged}
-            write_json(self.folder / "result.json", outcome)
             previous(self.checkpoint).unlink(missing_ok=True)
-        self.ranks.gather(None, "the result")
+            write_json(self.folder / "result.json", outcome)
+        self.ranks.gather()
 
     def _stop_if(self, asked: bool) -> None:
         if asked:
             self.save()
-            self.ranks.gather(None, "the checkpoint")  # written by the first rank
+            self.ranks.gather()  # written by the first rank
             raise Interrupted(str(self.folder))
 
     def _diverge(self) -> NoReturn:
@@ -497,116 +492,6 @@ class Run:
         raise Diverged(message)
 
 
-def largest_norms(model: object, count: int = 5) -> str:
-    """List the weights with the largest norm of a unit, NaNs first."""
-    weights = weight_rows(model) if isinstance(model, nn.Module) else {}
-    norms = {name: w.norm(dim=1).max().item() for name, w in weights.items()}
-    names = sorted(norms, key=lambda name: (not math.isnan(norms[name]), -norms[name]))
-    return ", ".join(f"{name} {norms[name]:.4g}" for name in names[:count])
-
-
-def _number(name: str, value: Tensor | float) -> float:
+def _number(value: Tensor | float) -> float:
     """Convert a metric to a Python number; a tensor or array must have one element."""
-    if isinstance(value, bool | int):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        kind = type(value).__name__
-        raise TypeError(f"metric {name} must be a number, got {kind}: {error}") from error
-
-
-def _text(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items())
-
-
-# — checkpoints: two generations, each written atomically and with a digest —
-
-END_OF_DIRECTORY = b"PK\x05\x06"
-"""Signature of the last 22 bytes of a zip archive, which end with the length of its comment."""
-DIGEST_LENGTH = 64
-
-
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write a new generation and keep the one before it."""
-    memory = io.BytesIO()  # on a full disk, torch.save raises other errors than OSError
-    torch.save(state, memory)
-    with atomic_writer(path) as file:
-        file.write(_with_digest(memory.getvalue()))
-        file.flush()
-        os.fsync(file.fileno())
-        if path.exists():
-            path.replace(previous(path))
-
-
-def recover_checkpoint(path: Path) -> None:
-    """Make the latest intact generation the one at `path`.
-
-    A run resumes exactly from either generation, so falling back costs time and nothing else. The
-    next save must not move a damaged file over the intact one.
-    """
-    for generation in (path, previous(path)):
-        try:
-            _verified(generation)
-        except (OSError, ValueError):
-            continue
-        generation.replace(path)
-        return
-
-
-def load_checkpoint(path: Path) -> dict[str, Any] | None:
-    """Return the checkpoint; None if there is none. Raises CheckpointError if it is damaged."""
-    if not path.exists() and not previous(path).exists():
-        return None
-    try:
-        content = io.BytesIO(_verified(path))
-        state: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a damaged file
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"no checkpoint in {path.parent} is intact ({path.name}: {reason}); "
-            "delete the folder to start over"
-        ) from error
-    return state
-
-
-def previous(path: Path) -> Path:
-    """Return the path of the previous generation."""
-    return path.with_name(f"{path.stem}-previous{path.suffix}")
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the state of torch's random number generators on the CPU and on `device`."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state(*_index(device))
-    return state
-
-
-def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Restore what `random_state` returned; on another type of device, the CPU's alone."""
-    torch.set_rng_state(state["cpu"])
-    if device.type != "cpu" and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type], *_index(device))
-
-
-def _index(device: torch.device) -> tuple[torch.device, ...]:
-    """Return the argument that selects a device; mps has only one and takes none."""
-    return () if device.type == "mps" else (device,)
-
-
-def _with_digest(archive: bytes) -> bytes:
-    """Append the digest as the zip archive's comment; see Note [digest in the zip comment]."""
-    if archive[-22:-18] != END_OF_DIRECTORY or archive[-2:] != b"\0\0":
-        raise ValueError("expected a zip archive without a comment from torch.save")
-    body = archive[:-2] + DIGEST_LENGTH.to_bytes(2, "little")
-    return body + sha256(body).hexdigest().encode()
-
-
-def _verified(path: Path) -> bytes:
-    """Read a checkpoint file. Raises ValueError unless its digest is that of its content."""
-    content = path.read_bytes()
-    body, expected = content[:-DIGEST_LENGTH], content[-DIGEST_LENGTH:]
-    if sha256(body).hexdigest().encode() != expected:
-        raise ValueError(f"its {len(content):,} bytes do not have the digest they were saved with")
-    return content
+    return value if isinstance(value, int) else float(value)

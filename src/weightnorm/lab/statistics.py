@@ -12,8 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 Array: TypeAlias = NDArray[np.float64]
 
 RESAMPLES = 2000
-UNBOUNDED = 1e12
-"""Stands for ∞ while percentiles are interpolated."""
 
 
 class Interval(NamedTuple):
@@ -44,24 +42,19 @@ def bootstrap(statistic: Callable[..., Any], *samples: ArrayLike) -> Interval:
     Interval(value=2.0, low=2.0, high=2.0)
     """
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
-
-    def finite(*resampled: Array, axis: int = -1) -> Array:
-        value = np.asarray(statistic(*resampled), dtype=np.float64)
-        return np.nan_to_num(value, nan=np.nan, posinf=UNBOUNDED, neginf=-UNBOUNDED)
-
-    value = finite(*arrays).item()
+    value = float(statistic(*arrays))
     if arrays[0].shape[-1] == 1:
-        return Interval(*(_unbounded(value),) * 3)
+        return Interval(value, value, value)
     found = scipy.stats.bootstrap(
         arrays,
-        finite,
+        lambda *resampled, axis: statistic(*resampled),
         paired=True,
         vectorized=True,
         n_resamples=RESAMPLES,
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return Interval(*map(_unbounded, (value, float(found.low), float(found.high))))
+    return Interval(value, float(found.low), float(found.high))
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
@@ -110,8 +103,3 @@ def paired_differences(a: Mapping[int, float], b: Mapping[int, float]) -> list[f
     [2.0]
     """
     return [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
-
-
-def _unbounded(value: float) -> float:
-    """Undo the replacement of ∞, also where it was interpolated with."""
-    return float(np.sign(value) * np.inf) if abs(value) > UNBOUNDED / RESAMPLES else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -39,3 +40,11 @@ def direction_angle(model: nn.Module, since: Mapping[str, Tensor]) -> dict[str, 
         half = ((a - b).norm(dim=1) / 2).clamp_max(1)
         angles[name] = torch.nan_to_num(2 * half.asin(), 0.0)
     return angles
+
+
+def largest_norms(model: object, count: int = 5) -> str:
+    """List the weights with the largest norm of a unit, NaNs first."""
+    weights = weight_rows(model) if isinstance(model, nn.Module) else {}
+    norms = {name: w.norm(dim=1).max().item() for name, w in weights.items()}
+    names = sorted(norms, key=lambda name: (not math.isnan(norms[name]), -norms[name]))
+    return ", ".join(f"{name} {norms[name]:.4g}" for name in names[:count])

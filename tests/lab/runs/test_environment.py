@@ -42,24 +42,22 @@ def test_commit_of_the_own_repository(repository):
     assert commit(repository / INSIDE) == f"{head}+"
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["venv/lib/site-packages/weightnorm/lab/environment.py", f"external/{INSIDE}"],
-    ids=["installed", "unpacked"],
-)
-def test_enclosing_repository_is_not_used(repository, place):
-    file = repository / place
-    file.parent.mkdir(parents=True)
-    shutil.copy(environment.__file__, file)
-    assert commit(file) is None
-    git(repository, "add", "-A")
-    git(repository, "commit", "-qm", "vendored")
-    assert commit(file) is None
-
-
-def test_untracked_file_has_no_commit(repository):
+def test_other_repositories_are_not_used(repository, tmp_path):
+    """An installed copy, a vendored one, one that is not tracked, and none at all."""
+    for place in (f"venv/site-packages/{INSIDE.name}", f"external/{INSIDE}"):
+        file = repository / place
+        file.parent.mkdir(parents=True)
+        shutil.copy(environment.__file__, file)
+        assert commit(file) is None
+        git(repository, "add", "-A")
+        git(repository, "commit", "-qm", "vendored")
+        assert commit(file) is None
     git(repository, "rm", "-q", "--cached", str(INSIDE))
     assert commit(repository / INSIDE) is None
+    outside = tmp_path / INSIDE
+    outside.parent.mkdir(parents=True)
+    shutil.copy(environment.__file__, outside)
+    assert commit(outside) is None
 
 
 def test_git_variables_are_ignored(repository, tmp_path, monkeypatch):
@@ -73,10 +71,3 @@ def test_git_variables_are_ignored(repository, tmp_path, monkeypatch):
     expected = commit(repository / INSIDE)
     monkeypatch.undo()
     assert expected == git(repository, "rev-parse", "--short=12", "HEAD")
-
-
-def test_outside_of_git(tmp_path):
-    file = tmp_path / INSIDE
-    file.parent.mkdir(parents=True)
-    shutil.copy(environment.__file__, file)
-    assert commit(file) is None

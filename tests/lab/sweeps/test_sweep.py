@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,21 +18,21 @@ from rich.console import Console
 from commands import HANGS, wait_for
 from stub_runs import StubRuns
 from weightnorm import Parameterization
-from weightnorm.lab import classify
+from weightnorm.lab import classify, dqn, executors
 from weightnorm.lab import sweep as sweeps
-from weightnorm.lab.cli import main
-from weightnorm.lab.config import RunConfig, folder, scientific_fields
+from weightnorm.lab.cli import parse_config
+from weightnorm.lab.config import folder, scientific_fields
 from weightnorm.lab.errors import ConfigError, RunError
 from weightnorm.lab.files import lock_folder
 from weightnorm.lab.records import RunRecord, write_json
-from weightnorm.lab.sweep import Grid, flags, sweep
+from weightnorm.lab.sweep import Grid, SweepResult, flags, summary_table, sweep
 
 WN, STANDARD = Parameterization.WEIGHT_NORM, Parameterization.STANDARD
 DEMO = classify.PRESETS["demo"]
 
 
 def grid(runs, *seeds, rates=(0.003,), ways=(WN,), **changes):
-    return Grid("classify", replace(DEMO, runs=runs, **changes), ways, rates, seeds or (1,))
+    return Grid("classify", replace(DEMO, out=runs, **changes), ways, rates, seeds or (1,))
 
 
 def run_sweep(grid, stub, **options):
@@ -50,23 +50,25 @@ def place(tmp_path):
 
 
 def test_plan_has_every_combination_seed_by_seed(tmp_path):
-    plan = grid(tmp_path, 1, 2, rates=(0.001, 0.01), ways=(STANDARD, WN)).plan()
+    axes = {"game": ("pong", "breakout")}
+    base = replace(dqn.PRESETS["demo"], out=tmp_path)
+    plan = Grid("dqn", base, (STANDARD, WN), (0.001, 0.01), (1, 2), axes).plan()
     assert [job.label for job in plan] == [
-        f"{how} lr {rate} seed {seed}"
+        f"{game} {how} lr {rate} seed {seed}"
         for seed in (1, 2)
         for how in ("standard", "weight-norm")
+        for game in ("pong", "breakout")
         for rate in (0.001, 0.01)
     ]
+    assert len({job.folder for job in plan}) == 16
     for job in plan:
-        config = job.config
-        assert job.folder == folder("classify", config, classify.PRESETS) == job.log.parent
-        assert job.label == f"{config.parameterization} lr {config.rate} seed {config.seed}"
-    assert len({job.folder for job in plan}) == 8
+        assert job.folder == folder("dqn", job.config, dqn.PRESETS)
+        assert job.label.startswith(job.words[job.words.index("--game") + 1])
 
 
 @pytest.mark.parametrize("preset", classify.PRESETS)
 def test_default_learning_rates_are_the_presets(tmp_path, preset):
-    plan = Grid("classify", replace(classify.PRESETS[preset], runs=tmp_path)).plan()
+    plan = Grid("classify", replace(classify.PRESETS[preset], out=tmp_path)).plan()
     assert [job.config.parameterization for job in plan] == [*Parameterization]
     for job in plan:
         assert job.config.learning_rate == replace(job.config, learning_rate=None).default_rate
@@ -81,41 +83,22 @@ def test_job_command(tmp_path):
     ]
 
 
-def test_flags_of_all_value_types():
-    @dataclass(frozen=True)
-    class Config(RunConfig):
-        limit: int | None = 5
-        fast: bool = True
-
-    start = Config(learning_rate=0.1)
-    changed = replace(start, limit=None, fast=False, compile=True, data_dir=Path("/d"))
-    assert flags(changed, start)[8:] == [
-        *("--data-dir", "/d", "--compile", "--limit", "None", "--no-fast")
-    ]
-    assert len(flags(start, start)) == 8  # preset and the grid's three are always given
-
-
 @pytest.mark.parametrize(
-    "changes",
+    ("preset", "changes"),
     [
-        {"parameterization": STANDARD, "learning_rate": 1e-05, "seed": 3},
-        {"learning_rate": 0.1 + 0.2, "compile": True, "device": "cpu", "limit": 20},
-        {"runs": Path("some where"), "data_dir": Path("x"), "checkpoint_seconds": 0.5},
-        {"width": 0.3, "noise": 0.0, "batch_size": 10, "data": "cifar10", "precision": "bfloat16"},
+        ("demo", {}),
+        ("paper", {"parameterization": STANDARD, "learning_rate": 1e-05, "seed": 3}),
+        ("cpu", {"learning_rate": 0.1 + 0.2, "compile": True, "device": "cpu", "limit": 20}),
+        ("demo", {"out": Path("some where"), "data_dir": Path("x"), "checkpoint_seconds": 0.5}),
+        ("cpu", {"width": 0.3, "noise": 0.0, "data": "cifar10", "precision": "bfloat16"}),
     ],
 )
-@pytest.mark.parametrize("preset", classify.PRESETS)
-def test_flags_parse_to_the_same_config(preset, changes, monkeypatch):
-    def run(config, console):
-        seen.append(config)
-        return RunRecord(Path("x"), "classify", preset, {})
-
-    seen = []
-    monkeypatch.setattr(classify, "run", run)
+def test_flags_parse_to_the_same_config(preset, changes):
     start = classify.PRESETS[preset]
     config = replace(start, **{"learning_rate": 0.003, **changes})
-    assert main(["run", "classify", *flags(config, start)]) == 0
-    assert seen == [config]
+    words = flags(config, start)
+    assert parse_config(classify, words, "run") == config
+    assert len(words) == 8 or changes  # preset and the grid's three are always given
 
 
 @pytest.mark.parametrize(
@@ -147,18 +130,16 @@ def most_concurrent(stub):
     return most
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_number_of_concurrent_runs_and_their_threads(tmp_path, place, jobs, monkeypatch):
-    monkeypatch.setattr(sweeps, "cores", lambda: 5)
+def test_number_of_concurrent_runs_and_their_threads(tmp_path, place, monkeypatch):
+    monkeypatch.setattr(executors, "cores", lambda: 5)
     many = grid(tmp_path, *range(1, 5))
-    stub = StubRuns(place, many, seconds=0.3 * jobs)
-    result, _ = run_sweep(many, stub, jobs=jobs)
-    assert (result.failed, result.interrupted) == ([], False)
+    stub = StubRuns(place, many, seconds=0.9)
+    result, _ = run_sweep(many, stub, jobs=3)
+    assert (result.failed, result.interrupted) == ({}, False)
     assert [r.result for r in result.records] == [{"test_error": s / 100} for s in range(1, 5)]
-    assert most_concurrent(stub) == jobs
-    share = {1: "5", 3: "1"}[jobs]
-    assert {tuple(row["threads"]) for row in stub.rows("started")} == {(share, share)}
-    assert sweeps.LocalExecutor(8).threads == 1
+    assert most_concurrent(stub) == 3
+    assert {tuple(row["threads"]) for row in stub.rows("started")} == {("1", "1")}
+    assert executors.LocalExecutor(2).threads == 2
 
 
 def test_finished_runs_are_not_repeated(tmp_path, place):
@@ -170,7 +151,7 @@ def test_finished_runs_are_not_repeated(tmp_path, place):
     assert "3 runs, 2 of them finished before" in text
     assert [r.result["test_error"] for r in result.records] == [0.01, 0.02, 0.03]
     run_sweep(all_, stub, cluster="127.0.0.1:1")  # nothing to do: no connection
-    with pytest.raises(ConfigError, match="metric is test_eror; expected one of test_error"):
+    with pytest.raises(ConfigError, match="metric is test_eror; expected one of train_error"):
         run_sweep(grid(tmp_path, 1, 4), stub, metric="test_eror")
     assert stub.seeds("started") == [1, 2, 3]
 
@@ -185,7 +166,7 @@ def test_finished_run_of_other_settings_is_not_used(tmp_path, place):
     write_json(job.folder / "config.json", head)
     write_json(job.folder / "result.json", {"test_error": 0.9})
     result, _ = run_sweep(one, StubRuns(place, one, seed_1="fail"))
-    assert [label for label, _ in result.failed] == [job.label]
+    assert [*result.failed] == [job.label]
     assert not result.records[0].finished
 
 
@@ -198,7 +179,9 @@ def test_failed_runs_do_not_stop_the_others(tmp_path, place):
     result, text = run_sweep(six, stub)
     assert [r.finished for r in result.records] == [False, False, True, False, True, False]
     assert not result.interrupted
-    reasons = {label.removeprefix("weight-norm lr 0.003 "): why for label, why in result.failed}
+    reasons = {
+        label.removeprefix("weight-norm lr 0.003 "): why for label, why in result.failed.items()
+    }
     tail = [*(f"line {i}" for i in range(5, 9)), "[red]out of luck[/]"]
     assert [line.strip() for line in reasons.pop("seed 1").splitlines()] == ["exit code 1", *tail]
     assert "File exists" in reasons.pop("seed 6")
@@ -211,7 +194,7 @@ def test_failed_runs_do_not_stop_the_others(tmp_path, place):
     assert "2 done · 0 running · 4 failed · 0 left" in text
     # The log has every start; a failure shows only the last one's output.
     again, _ = run_sweep(grid(tmp_path, 1), StubRuns(place, six, seed_1="die"))
-    ((_, reason),) = again.failed
+    (reason,) = again.failed.values()
     assert "line" not in reason
     (job,) = grid(tmp_path, 1).plan()
     lines = job.log.read_text().splitlines()
@@ -225,7 +208,7 @@ def test_diverged_run_is_neither_done_nor_failed(tmp_path, place):
     stub = StubRuns(place, three, seed_2="diverge")
     for start in (0, 4):
         result, text = run_sweep(three, stub)
-        assert (result.failed, result.interrupted) == ([], False)
+        assert (result.failed, result.interrupted) == ({}, False)
         assert [r.diverged is not None for r in result.records] == [False, False, True, True]
         if start == 0:
             assert text.startswith("4 runs, 0 of them finished before")
@@ -290,16 +273,15 @@ def gone(pid):
         return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_sweep_is_resumed(tmp_path, place, number):
+def test_stopped_sweep_is_resumed(tmp_path, place):
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     five = grid(tmp_path, 1, 2, 3, 4)
     behaviours = {"seed_2": "hang", "seed_3": "finish after a signal"}
     stub = StubRuns(place, five, **behaviours)
-    sender = signal_when(lambda: stub.seeds("started") == [1, 2, 3], number)
+    sender = signal_when(lambda: stub.seeds("started") == [1, 2, 3], signal.SIGTERM)
     result, text = run_sweep(five, stub, jobs=2)
     sender.join()
-    assert (result.interrupted, result.failed) == (True, [])
+    assert (result.interrupted, result.failed) == (True, {})
     assert [r.finished for r in result.records] == [True, False, True, False]
     assert stub.seeds("saved") == [2]
     assert stub.seeds("interrupted twice") == []
@@ -345,7 +327,7 @@ def test_error_in_the_sweep_kills_its_runs(tmp_path, place, monkeypatch):
         wait_for(lambda: len(stub.rows("started")) == 2)
         raise BrokenPipeError("the screen is gone")
 
-    monkeypatch.setattr(sweeps.SweepProgress, "update", broken)
+    monkeypatch.setattr(sweeps._Execution, "_show", broken)
     with pytest.raises(BrokenPipeError):
         run_sweep(two, stub, jobs=2)
     wait_for(lambda: all(gone(row["pid"]) for row in stub.rows("started")))
@@ -356,10 +338,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from weightnorm import Parameterization
-from weightnorm.lab import classify
+from weightnorm.lab import classify, dqn, executors
 from weightnorm.lab.sweep import Grid, sweep
 
-base = replace(classify.PRESETS["demo"], runs=Path(sys.argv[1]))
+base = replace(classify.PRESETS["demo"], out=Path(sys.argv[1]))
 grid = Grid("classify", base, (Parameterization.WEIGHT_NORM,), (0.003,), (1, 2))
 result = sweep(grid, jobs=2, command=[sys.executable, "-S", sys.argv[2]])
 sys.exit(130 if result.interrupted else 1 if result.failed else 0)
@@ -407,7 +389,7 @@ def test_run_receives_sigint_that_its_parent_ignores(tmp_path):
     code = """
 import signal, sys, time
 from pathlib import Path
-from weightnorm.lab.sweep import RunProcess
+from weightnorm.lab.executors import RunProcess
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -430,6 +412,66 @@ print(process.failure)
     assert done.stdout.endswith("KeyboardInterrupt\n")
 
 
+# — the summary —
+
+
+def record(how="weight-norm", rate=0.003, seed=1, **result):
+    config = {"parameterization": how, "learning_rate": rate, "seed": seed}
+    return RunRecord(Path("x"), "classify", "demo", config, result=result or None)
+
+
+def table(records, **how):
+    """The cells of the table, and the style of each row."""
+    console = Console(file=io.StringIO(), width=100)
+    rendered = summary_table(SweepResult(records, **how))
+    console.print(rendered)
+    lines = console.file.getvalue().splitlines()
+    return [re.split(r"  +", line.strip()) for line in lines], [row.style for row in rendered.rows]
+
+
+def test_table_shows_every_rate_and_marks_the_best():
+    records = [
+        record("standard", 0.001, test_error=0.25),
+        record("standard", 0.01, test_error=None),  # diverged
+        record("weight-norm", 0.01),
+        record("weight-norm", 0.001, seed=1, test_error=0.1),
+        record("weight-norm", 0.001, seed=2, test_error=0.2),
+        record("batch-norm", 0.001),
+    ]
+    (head, *rows), styles = table(records)
+    assert head[:3] == ["parameterization", "lr", "test error"]
+    assert rows == [
+        ["standard", "0.001", "0.25", "1", "best"],
+        ["0.01", "–", "0", "1 diverged"],
+        ["weight-norm", "0.001", "0.15 ± 0.071", "2", "best"],
+        ["0.01", "–", "0", "1 unfinished"],
+        ["batch-norm", "0.001", "–", "0", "1 unfinished"],
+    ]
+    assert styles == ["bold", "", "bold", "", ""]
+
+
+def test_the_chosen_metric_comes_first_and_decides():
+    records = [
+        record(rate=0.001, test_error=0.1, score=9),
+        record(rate=0.01, test_error=0.2, score=7),
+    ]
+    (head, *_), styles = table(records, metric="score", highest=True)
+    assert head == ["parameterization", "lr", "score", "test error", "n"]
+    assert styles == ["bold", ""]
+    assert table(records, metric="score")[1] == ["", "bold"]
+
+
+def test_further_axes_are_compared_separately():
+    records = [
+        record(rate=rate, score=score)
+        for rate, score in ((0.001, 1.0), (0.01, 2.0), (0.001, 400.0), (0.01, 300.0))
+    ]
+    for one, game in zip(records, ("pong", "pong", "breakout", "breakout"), strict=True):
+        one.config["game"] = game
+    result = SweepResult(records, metric="score", highest=True, axes=("game",))
+    assert result.comparison().best == {"pong weight-norm": 0.01, "breakout weight-norm": 0.001}
+
+
 # — a cluster that does not exist —
 
 
@@ -447,14 +489,14 @@ def test_unreachable_address_is_refused(address):
         server.bind(("127.0.0.1", 0))
         free_port = server.getsockname()[1]
     with pytest.raises(RunError, match=r"no Ray cluster at .*; expected auto or HOST:PORT"):
-        sweeps.check_reachable(address.format(free_port))
+        executors.check_reachable(address.format(free_port))
 
 
 # — the real command —
 
 
 def test_real_runs_are_interrupted_and_resumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweeps, "cores", lambda: 1)
+    monkeypatch.setattr(executors, "cores", lambda: 1)
     short = {"epochs": 2, "limit": 200, "batch_size": 10, "device": "cpu"}
     two = grid(tmp_path, rates=(), ways=(STANDARD, WN), **short)
     first, second = two.plan()
@@ -462,19 +504,19 @@ def test_real_runs_are_interrupted_and_resumed(tmp_path, monkeypatch):
     console = Console(file=io.StringIO(), width=200)
     result = sweep(two, console=console, grace_seconds=HANGS)
     sender.join()
-    assert (result.interrupted, result.failed) == (True, [])
+    assert (result.interrupted, result.failed) == (True, {})
     assert (first.folder / "checkpoint.pt").exists()
     assert "to resume:" in first.log.read_text()
     assert not second.folder.exists()
 
     with lock_folder(second.folder):  # another process runs there
-        ((label, reason),) = sweep(two, console=console).failed
+        ((label, reason),) = sweep(two, console=console).failed.items()
     assert label == second.label
     assert reason.startswith("exit code 1\n")
     assert "another process is running in" in reason
 
     result = sweep(two, console=console)
-    assert (result.failed, result.interrupted) == ([], False)
+    assert (result.failed, result.interrupted) == ({}, False)
     for run in result.records:
         assert 0 <= run.result["test_error"] <= 1
         assert [row["epoch"] for row in run.metrics] == [1, 2]

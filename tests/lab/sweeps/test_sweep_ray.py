@@ -17,8 +17,8 @@ from rich.console import Console
 from commands import HANGS, free_port, wait_for
 from lab.sweeps.test_sweep import gone, grid, run_sweep, signal_when
 from stub_runs import StubRuns
-from weightnorm.lab import sweep as sweeps
 from weightnorm.lab.errors import RunError
+from weightnorm.lab.executors import RayExecutor
 from weightnorm.lab.sweep import sweep
 
 ray = pytest.importorskip("ray")
@@ -66,7 +66,7 @@ def test_runs_use_the_whole_cluster(tmp_path, place, address):
     stub = StubRuns(place, two, seed_1="finish beside another", seed_2="finish beside another")
     handler = signal.getsignal(signal.SIGTERM)
     result, text = run_sweep(two, stub, jobs=2, cluster=address)
-    assert (result.failed, result.interrupted) == ([], False)
+    assert (result.failed, result.interrupted) == ({}, False)
     assert [r.result for r in result.records] == [{"test_error": 0.01}, {"test_error": 0.02}]
     rows = stub.rows("started")
     assert len({row["parent"] for row in rows} - {os.getpid()}) == 2  # two of Ray's workers
@@ -82,7 +82,7 @@ def test_real_run_with_a_relative_folder(tmp_path, address, monkeypatch):
     one = grid(Path("runs"), epochs=1, limit=200, device="cpu")
     console = Console(file=io.StringIO(), width=200)
     result = sweep(one, jobs=2, cluster=address, console=console)
-    assert result.failed == []
+    assert result.failed == {}
     (run,) = result.records
     assert run.folder.is_relative_to(tmp_path / "runs")
     assert 0 <= run.result["test_error"] <= 1
@@ -98,7 +98,7 @@ def test_failed_run_does_not_stop_the_others(tmp_path, place, address):
     behaviours = {"seed_1": "fail", "seed_2": "lose worker", "seed_3": "lose worker once"}
     stub = StubRuns(place, five, **behaviours)
     result, _ = run_sweep(five, stub, jobs=1, cluster=address)
-    reasons = {label[-1]: reason for label, reason in result.failed}
+    reasons = {label[-1]: reason for label, reason in result.failed.items()}
     assert sorted(reasons) == ["1", "2", "5"]
     assert reasons["1"].startswith("exit code 1\n")
     assert reasons["1"].endswith("[red]out of luck[/]")
@@ -117,7 +117,7 @@ def test_stopped_sweep_saves_running_and_keeps_queued_runs(tmp_path, place, addr
     result, text = run_sweep(four, stub, jobs=2, cluster=address)
     sender.join()
     assert result.interrupted
-    assert result.failed == []
+    assert result.failed == {}
     assert len(stub.rows("started")) == 2
     assert stub.seeds("saved") == stub.seeds("started")
     assert stub.rows("interrupted twice") == []
@@ -156,4 +156,4 @@ def test_connection_failure_is_an_error(monkeypatch):
 
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(RunError, match=r"cannot join the Ray cluster at auto: not Ray.*ray start"):
-        sweeps.RayExecutor("auto", 1)
+        RayExecutor("auto", 1)

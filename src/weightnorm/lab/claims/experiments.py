@@ -38,11 +38,10 @@ from weightnorm.lab.claims.learning_rates import MARGIN
 from weightnorm.lab.config import completed, find_preset, scientific_fields
 from weightnorm.lab.records import (
     RunRecord,
-    best_learning_rate,
-    by_seed,
     distinct_runs,
     find_records,
 )
+from weightnorm.lab.results import best_learning_rate, run_frame
 from weightnorm.lab.statistics import (
     Interval,
     paired_differences,
@@ -134,8 +133,8 @@ def _runs(records: Sequence[RunRecord], experiment: ModuleType) -> Runs:
     highest = experiment.METRIC in getattr(experiment, "HIGHER_IS_BETTER", ())
     chosen, best = {}, {}
     for how, rates in sorted(arms.items()):
-        results = {rate: by_seed(runs, experiment.METRIC) for rate, runs in rates.items()}
-        found = best_learning_rate(results, highest)
+        tried_runs = run_frame(record for runs in rates.values() for record in runs)
+        found = best_learning_rate(tried_runs, experiment.METRIC, highest)
         rate = min(rates) if found is None else found
         best[how] = rate, len(rates)
         tried = Counter(record.config["seed"] for runs in rates.values() for record in runs)

@@ -174,7 +174,7 @@ def _open_record(folder: Path, context: Context) -> None:
         if before.get("seeds") != config["seeds"]:
             raise ConfigError(
                 f"{folder} was measured with other settings: got {config}, recorded {before}; "
-                "delete it or choose another --runs"
+                "delete it or choose another --out"
             )
     else:
         head = {"experiment": "claims", "preset": folder.name, "config": config}

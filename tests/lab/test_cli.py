@@ -200,10 +200,14 @@ def test_status(tmp_path, capsys):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text("{")
     (tmp_path / "classify/cpu/standard/lr-0.1/seed-3/lock").touch()
+    (tmp_path / "bench").mkdir()
+    write_json(tmp_path / "bench/config.json", {**head, "experiment": "bench", "config": {}})
     with lock_folder(tmp_path / "classify/cpu/standard/lr-0.1/seed-2"):
         assert main(["status", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[:5] == [
+    assert out.splitlines()[:7] == [
+        ".",
+        f"  {'bench':20} stopped     0/–",
         "classify/cpu/standard",
         "  lr-0.1/seed-0        finished   1/30  train error 0.125",
         "  lr-0.1/seed-1        diverged   1/30  train error 0.125",

@@ -31,7 +31,6 @@ from weightnorm.files.errors import FileError, printable
 from weightnorm.lab.errors import ConfigError, Interrupted, LabError, nearest
 
 if TYPE_CHECKING:
-    from weightnorm.lab.records import RunRecord
     from weightnorm.lab.sweep import Grid
 
 EXPERIMENTS = ("classify", "vae", "draw", "dqn", "language")
@@ -170,31 +169,31 @@ def status(folder: Path = Path("runs"), /) -> None:
         folder: folder of records, such as the --out of runs.
     """
     from weightnorm.lab.files import is_locked
-    from weightnorm.lab.records import find_records
+    from weightnorm.lab.records import find_records, is_number
 
     records, problems = find_records(folder)
     states: Counter[str] = Counter()
-    for setting, runs in groupby(records, key=lambda record: record.folder.parents[1]):
-        say(f"{setting.relative_to(folder)}")
+    for setting, runs in groupby(records, lambda run: run.folder.relative_to(folder).parent.parent):
+        say(f"{setting}")
         for record in runs:
             state = "running" if is_locked(record.folder) else "stopped"
             if record.finished:
                 state = "diverged" if record.diverged else "finished"
             states[state] += 1
-            place = "/".join(record.folder.parts[-2:])
+            place = record.folder.relative_to(folder / setting)
             epochs = f"{len(record.metrics)}/{record.config.get('epochs', '–')}"
-            say(f"  {place:20} {state:8} {epochs:>6}  {_latest(record)}".rstrip())
+            row = record.result or (record.metrics[-1] if record.metrics else {})
+            name = record.experiment
+            metric = experiment(name).METRIC if name in EXPERIMENTS else ""
+            value = (
+                f"{metric.replace('_', ' ')} {row[metric]:.4g}"
+                if is_number(row.get(metric))
+                else ""
+            )
+            say(f"  {place!s:20} {state:8} {epochs:>6}  {value}".rstrip())
     for problem in problems:
         say(f"cannot be read: {problem}")
     say(", ".join(f"{n} {state}" for state, n in states.items()) or f"no runs in {folder}")
-
-
-def _latest(record: RunRecord) -> str:
-    """Return the deciding metric of a run, of its result or else of its last epoch."""
-    row = record.result or (record.metrics[-1] if record.metrics else {})
-    known = experiment(record.experiment).METRIC if record.experiment in EXPERIMENTS else ""
-    value = row.get(known)
-    return f"{known.replace('_', ' ')} {value:.4g}" if isinstance(value, float) else ""
 
 
 # — claims, benchmarks, reports, data —

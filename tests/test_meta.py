@@ -12,7 +12,6 @@ from weightnorm import (
     data_dependent_init,
     is_weight_normed,
     mean_only_batch_norm,
-    normalized_weights,
     parameterize,
     parts,
     weight_norm,
@@ -24,22 +23,6 @@ from zoo import every_layer
 def on_meta(make):
     with torch.device("meta"):
         return weight_norm(make())
-
-
-@every_layer
-def test_normalize_on_meta_then_load(case):
-    layer, real = on_meta(case.make), weight_norm(case.make())
-    assert all(p.is_meta for p in layer.parameters())
-    for (name, mine), theirs in zip(
-        normalized_weights(layer).items(), normalized_weights(real).values(), strict=True
-    ):
-        assert [x.shape for x in mine] == [x.shape for x in theirs], name
-    inputs = case.inputs()
-    layer.to_empty(device="cpu").load_state_dict(real.state_dict())
-    torch.testing.assert_close(case.run(layer, inputs), case.run(real, inputs))
-    other = on_meta(case.make)
-    other.load_state_dict(real.state_dict(), assign=True)
-    torch.testing.assert_close(case.run(other, inputs), case.run(real, inputs))
 
 
 @every_layer

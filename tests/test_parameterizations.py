@@ -73,27 +73,12 @@ def test_every_layer_with_every_parameterization(how, make, shape):
     assert all(p.grad is not None for p in layer.parameters())
 
 
-def test_unknown_parameterization_raises():
-    with pytest.raises(ValueError, match="layer-norm"):
-        parameterize(nn.Linear(2, 2), "layer-norm")
-
-
 @pytest.mark.parametrize("how", [how for how in Parameterization if how.uses_batch])
 def test_recurrent_layers_with_batch_statistics_raise(how):
     layer = nn.LSTM(3, 4)
     with pytest.raises(TypeError, match="no batch statistics behind LSTM"):
         parameterize(layer, how)
     assert type(layer) is nn.LSTM
-
-
-def test_names():
-    assert [str(how) for how in Parameterization] == [
-        "standard",
-        "batch-norm",
-        "weight-norm",
-        "mean-only-batch-norm",
-        "weight-norm-mean-only",
-    ]
 
 
 def test_batch_norm_of_a_normalized_layer_keeps_it_normalized():

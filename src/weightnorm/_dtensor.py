@@ -86,12 +86,3 @@ def refuse_flattened(model: nn.Module) -> None:
             "FullyShardedDataParallel flattens weights, so that this rank has no whole unit; shard "
             "the model with torch.distributed.fsdp.fully_shard instead"
         )
-
-
-def refuse_partitioned(weight: Tensor, name: str) -> None:
-    """Raise ValueError if DeepSpeed's ZeRO-3 has partitioned the weight, which empties it here."""
-    if hasattr(weight, "ds_id") and not weight.numel():
-        raise ValueError(
-            f"{name} is empty here: DeepSpeed has partitioned it. Normalize it inside "
-            "deepspeed.zero.GatheredParameters(weight, modifier_rank=0)"
-        )

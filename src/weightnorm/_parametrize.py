@@ -9,7 +9,7 @@ the tensor. Added to torch's implementation:
 - ``load_state_dict`` accepts v and g under the keys of both of torch's flavours, and plain weights;
 - ``reset_parameters`` initializes the weight through v and g (torch's fills a temporary tensor);
 - a recurrent layer computes its weights once per forward pass and keeps none of them;
-- ``unparametrize`` replaces the tensor by a plain parameter and returns a function to undo it.
+- ``make_plain`` replaces the tensor by a plain parameter and returns a function to undo it.
 """
 
 from __future__ import annotations
@@ -58,108 +58,96 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def register(
-    module: nn.Module, name: str, weight_norm: WeightNorm
+    module: nn.Module, name: str, weight_norm: WeightNorm | WeightNormParametrizationList
 ) -> WeightNormParametrizationList:
-    """Parametrize ``module.<name>`` by `weight_norm`; its v and g are new parameters."""
-    return _register(module, name, weight_norm)
-
-
-def register_tied(
-    module: nn.Module, name: str, parametrizations: WeightNormParametrizationList
-) -> None:
-    """Parametrize ``module.<name>`` by the v and g of another module's tensor."""
-    _register(module, name, nn.Identity())
-    parametrizations_of(module)[name] = parametrizations
-
-
-def _register(
-    module: nn.Module, name: str, parametrization: nn.Module
-) -> WeightNormParametrizationList:
-    parametrize.register_parametrization(module, name, parametrization, unsafe=True)
-    registered: WeightNormParametrizationList = parametrizations_of(module)[name]
-    registered.__class__ = WeightNormParametrizationList
+    """Parametrize ``module.<name>``, by new v and g or by those of another module's tensor."""
+    tied = isinstance(weight_norm, ParametrizationList)
+    new = nn.Identity() if tied else weight_norm
+    parametrize.register_parametrization(module, name, new, unsafe=True)
+    lists = parametrizations_of(module)
+    if tied:
+        lists[name] = weight_norm
+    lists[name].__class__ = WeightNormParametrizationList
     _extend_class(module, [name])
+    registered: WeightNormParametrizationList = lists[name]
     return registered
-
-
-def unparametrize(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[], None]:
-    """Replace parametrized tensors by plain `weights`; the returned function undoes it exactly."""
-    cls, parametrizations = type(module), parametrizations_of(module)
-    saved, children = dict(parametrizations.items()), dict(module._modules)
-    for name in weights:
-        del parametrizations[name]
-    # The class itself is not changed: copies made by torch share it.
-    module.__class__ = _class_without(cls, weights) if parametrizations else cls.__bases__[0]
-    if not parametrizations:
-        del module._modules["parametrizations"]
-    _set_parameters(module, weights)
-
-    def undo() -> None:
-        for name in weights:
-            module._parameters.pop(name, None)  # it may have been pruned, say
-            module.__dict__.pop(name, None)
-        module.__class__ = cls
-        for name in list(parametrizations):
-            del parametrizations[name]
-        parametrizations.update(saved)
-        _restore_entries(module._modules, children, ["parametrizations"])
-        refresh_recurrent(module)
-
-    return undo
-
-
-def _class_without(cls: type, names: Iterable[str]) -> type:
-    """Copy a class without the properties of these names."""
-    removed = {"__dict__", "__weakref__", *names}
-    kept = {k: v for k, v in vars(cls).items() if k not in removed}
-    return type(cls.__name__, cls.__bases__, kept)
 
 
 def unregister(module: nn.Module, name: str, parameters: Mapping[str, nn.Parameter | None]) -> None:
     """Undo `register`; `parameters` are those that the module had before, in their order."""
     weight = parameters[name]
     assert weight is not None
-    unparametrize(module, {name: weight})
-    _restore_entries(module._parameters, dict(parameters), [])
+    make_plain(module, {name: weight})
+    _restore_entries(module._parameters, parameters, ())
 
 
-def remove_torch_hook(module: nn.Module, name: str, weight: nn.Parameter) -> Callable[[], None]:
-    """Replace a tensor normalized by torch's older weight norm by a plain `weight`.
+def make_plain(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callable[[], list[str]]:
+    """Replace normalized tensors of a module by plain `weights`.
 
-    That flavour is a forward pre-hook that computes ``<name>`` from ``<name>_g`` and ``<name>_v``.
-    The returned function undoes it exactly.
+    The returned function undoes it exactly. It returns the names of the weights that have been
+    replaced meanwhile, by pruning or another parametrization, which it removes.
     """
-    key = next(k for k, hook in _torch_hooks(module).items() if hook.name == name)
-    computed = module.__dict__.pop(name, None)
-    saved, hooks = dict(module._parameters), dict(module._forward_pre_hooks)
-    del module._forward_pre_hooks[key]
-    for part in (f"{name}_g", f"{name}_v"):
-        del module._parameters[part]
-    _set_parameters(module, {name: weight})
+    cls, attributes = type(module), dict(module.__dict__)
+    parametrizations, hooks = parametrizations_of(module), torch_hooks(module)
+    registries: list[dict[Any, Any]] = [
+        module._parameters,
+        module._buffers,
+        module._modules,
+        module._forward_pre_hooks,
+    ]
+    if parametrizations:
+        registries.append(parametrizations._modules)
+    before = [dict(registry) for registry in registries]
+    for name in weights:
+        if name in hooks:
+            key = next(k for k, hook in module._forward_pre_hooks.items() if hook is hooks[name])
+            del module._forward_pre_hooks[key]
+            del module._parameters[f"{name}_g"], module._parameters[f"{name}_v"]
+            module.__dict__.pop(name, None)
+            continue
+        del parametrizations[name]
+        if parametrizations:  # the class itself is not changed: copies made by torch share it
+            module.__class__ = _class_without(type(module), name)
+        else:
+            module.__class__ = cls.__bases__[0]
+            del module._modules["parametrizations"]
+    removed = [old.keys() - new.keys() for old, new in zip(before, registries, strict=True)]
+    _set_parameters(module, weights)
+    plain = [{*registry} for registry in registries]
 
-    def undo() -> None:
-        module._parameters.pop(name, None)
-        module.__dict__.pop(name, None)
-        _restore_entries(module._parameters, saved, [f"{name}_g", f"{name}_v"])
-        _restore_entries(module._forward_pre_hooks, hooks, [key])
-        if computed is not None:
-            setattr(module, name, computed)
+    def undo() -> list[str]:
+        replaced = [name for name in weights if module._parameters.get(name) is None]
+        for registry, keys in zip(registries, plain, strict=True):
+            for key in registry.keys() - keys if replaced else ():
+                del registry[key]
+        for name in weights:
+            module._parameters.pop(name, None)
+            module.__dict__.pop(name, None)
+            if name in attributes:  # the weight that torch's hook has computed
+                module.__dict__[name] = attributes[name]
+        module.__class__ = cls
+        for registry, old, keys in zip(registries, before, removed, strict=True):
+            _restore_entries(registry, old, keys)
+        refresh_recurrent(module)
+        return replaced
 
     return undo
 
 
-def torch_hook(module: nn.Module, name: str) -> Any:
-    """Return the hook of torch's older weight norm on this tensor, or None."""
-    return next((hook for hook in _torch_hooks(module).values() if hook.name == name), None)
+def _class_without(cls: type, name: str) -> type:
+    """Copy a class without the property of this name."""
+    removed = {"__dict__", "__weakref__", name}
+    kept = {k: v for k, v in vars(cls).items() if k not in removed}
+    return type(cls.__name__, cls.__bases__, kept)
 
 
-def torch_hook_names(module: nn.Module) -> list[str]:
-    """Return the names of the tensors that torch's older weight norm has normalized."""
-    return [hook.name for hook in _torch_hooks(module).values()]
+def torch_hooks(module: nn.Module) -> dict[str, Any]:
+    """Return the hooks of torch's older weight norm by the names of their tensors.
 
-
-def _torch_hooks(module: nn.Module) -> dict[int, Any]:
-    return {k: h for k, h in module._forward_pre_hooks.items() if isinstance(h, TorchHook)}
+    Each computes ``<name>`` from ``<name>_g`` and ``<name>_v`` before a forward pass.
+    """
+    hooks = module._forward_pre_hooks.values()
+    return {hook.name: hook for hook in hooks if isinstance(hook, TorchHook)}
 
 
 class NormalizeWhenMaterialized:
@@ -219,7 +207,7 @@ def _ordered_parameters(
     return {name: parameters[name] for name in [*first, *parameters]}
 
 
-def _restore_entries(now: dict[Any, Any], before: dict[Any, Any], keys: list[Any]) -> None:
+def _restore_entries(now: dict[Any, Any], before: Mapping[Any, Any], keys: Iterable[Any]) -> None:
     """Put the entries `keys` of `before` back into `now`, in their former positions."""
     now.update({key: before[key] for key in keys})
     ordered = {key: now[key] for key in before if key in now}
@@ -237,6 +225,7 @@ def _extend_class(module: nn.Module, names: Iterable[str]) -> None:
     cls.__reduce_ex__ = _reduce_ex
     cls._load_from_state_dict = _load_from_state_dict
     cls.register_parameter = _register_parameter
+    cls.__prepare_scriptable__ = _refuse_scripting
     for method in ("reset_parameters", "_reset_parameters"):
         if hasattr(cls, method):
             setattr(cls, method, reset_through_parts(method))
@@ -288,6 +277,32 @@ def _register_parameter(module: nn.Module, name: str, param: nn.Parameter | None
     _plain_class(module).register_parameter(module, name, param)
 
 
+def _refuse_scripting(module: nn.Module) -> None:
+    raise RuntimeError(
+        f"torch.jit.script cannot compile a weight-normalized {_plain_class(module).__name__}, "
+        "whose weight is computed. Script the model inside `with weightnorm.folded(model):`, or "
+        "use torch.jit.trace"
+    )
+
+
+def part_keys(path: str, format: str) -> tuple[str, str]:
+    """Return the keys of g and v of the weight at `path`.
+
+    >>> part_keys("encoder.weight", "hook")
+    ('encoder.weight_g', 'encoder.weight_v')
+    """
+    if format == "hook":
+        return f"{path}_g", f"{path}_v"
+    prefix, dot, name = path.rpartition(".")
+    inner = f"{prefix}{dot}parametrizations.{name}"
+    return f"{inner}.original0", f"{inner}.original1"
+
+
+def log_key(path: str) -> str:
+    """Return the key that marks a log-scale."""
+    return part_keys(path, "parametrize")[0].removesuffix("original0") + "0.log_scale"
+
+
 @torch.no_grad()
 def _load_from_state_dict(
     module: nn.Module,
@@ -304,9 +319,9 @@ def _load_from_state_dict(
     for name, parametrizations in parametrizations_of(module).items():
         if not isinstance(parametrizations, WeightNormParametrizationList):
             continue
-        inner = f"{prefix}parametrizations.{name}"
-        own, mark = (f"{inner}.original0", f"{inner}.original1"), f"{inner}.0.log_scale"
-        flavours = [own, (f"{prefix}{name}_g", f"{prefix}{name}_v"), (f"{prefix}{name}",)]
+        path = f"{prefix}{name}"
+        own, mark = part_keys(path, "parametrize"), log_key(path)
+        flavours = [own, part_keys(path, "hook"), (path,)]
         found = [keys for keys in flavours if state.keys() >= {*keys} and others.isdisjoint(keys)]
         if not found:
             continue  # torch reports what is missing
@@ -319,7 +334,7 @@ def _load_from_state_dict(
             assign = metadata.get("assign_to_params_buffers", False)
             g, v = parametrizations.loaded(stored[0], is_log=is_log, assign=assign)
         except Exception as error:  # torch raises one error for all modules
-            errors.append(f"{prefix}{name}: {error}")
+            errors.append(f"{path}: {error}")
             g, v = parametrizations.original0, parametrizations.original1
         state.update(zip(own, (g, v), strict=True))
         if "log_scale" in parametrizations[0]._buffers:

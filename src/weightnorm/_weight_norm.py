@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from weightnorm._dtensor import any_true, placed_like
 from weightnorm._units import EPS, Units
 
 Scale = Literal["linear", "log"]
-SCALES = ("linear", "log")
 
 
 class WeightNorm(nn.Module):
@@ -35,8 +34,11 @@ class WeightNorm(nn.Module):
         eps: float = EPS,
     ) -> None:
         super().__init__()
-        if scale not in SCALES:
-            raise ValueError(f"scale={scale!r} is unknown; expected one of {SCALES}")
+        if scale not in get_args(Scale):
+            raise ValueError(
+                f"scale={scale!r} is unknown; expected 'linear', which trains g, or 'log', which "
+                "trains s with g = eˢ"
+            )
         self.units, self.scale, self.eps = units, scale, eps
         self.register_buffer("mask", mask, persistent=False)
         self.plain = mask is None and scale == "linear"

@@ -17,11 +17,6 @@ Note [which pairs are weight norm]
     v has two or more dimensions, and g has the shape of a norm of v: one number, or one for each
     index along some axes, but not all (with 1 along all others; along one axis also flat). All
     other tensors are copied as they are.
-
-Note [conversion is planned first]
-    ``plan_conversion`` decides from shapes and types what each new key will hold, and refuses
-    results that would lose a tensor or be misread. Only then is anything computed. Files are
-    converted by the same plan, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -29,10 +24,10 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeGuard, cast
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,13 +35,13 @@ from torch.nn.parameter import is_lazy
 
 from weightnorm import _units, functional
 from weightnorm._dtensor import any_true
+from weightnorm._parametrize import log_key, part_keys
 from weightnorm._units import Parts, Units, in_float64
 
 Format = Literal["parametrize", "hook", "folded"]
 FORMATS: tuple[Format, ...] = ("parametrize", "hook", "folded")
 Dim = _units.Dim | Literal["infer"]
 State = Mapping[Any, Any]
-Weights = str | Iterable[str] | Callable[[str, Tensor], bool]
 
 _PARAMETRIZED = re.compile(r"(.*\.)?parametrizations\.([^.]+)\.(.+)", re.DOTALL)
 
@@ -78,24 +73,6 @@ class StoredWeight:
     def keys(self) -> tuple[str, ...]:
         """The keys of g and v, and of the log-scale marker if there is one."""
         return (*part_keys(self.path, self.format), *([log_key(self.path)] if self.is_log else []))
-
-
-def part_keys(path: str, format: Format) -> tuple[str, str]:
-    """Return the keys of g and v of the weight at `path`.
-
-    >>> part_keys("encoder.weight", "hook")
-    ('encoder.weight_g', 'encoder.weight_v')
-    """
-    if format == "hook":
-        return f"{path}_g", f"{path}_v"
-    prefix, dot, name = path.rpartition(".")
-    inner = f"{prefix}{dot}parametrizations.{name}"
-    return f"{inner}.original0", f"{inner}.original1"
-
-
-def log_key(path: str) -> str:
-    """Return the key that marks a log-scale."""
-    return part_keys(path, "parametrize")[0].removesuffix("original0") + "0.log_scale"
 
 
 def stored_weights(state: State, dim: Dim = "infer") -> list[StoredWeight]:
@@ -180,9 +157,6 @@ def _units_along(dim: Dim, path: str, w: Tensor) -> Units:
         raise StateDictError(f"{path}: {error}") from None
 
 
-# — folding and decomposing —
-
-
 @torch.no_grad()
 def fold(weight: StoredWeight, dim: Dim = "infer") -> Tensor:
     """Compute w = g·v/‖v‖, to the bit the same on every device; decomposing is undone exactly."""
@@ -192,11 +166,10 @@ def fold(weight: StoredWeight, dim: Dim = "infer") -> Tensor:
 
 
 @torch.no_grad()
-def _decompose(path: str, w: Tensor, units: Units) -> Parts:
+def decompose(path: str, w: Tensor, dim: Dim = "infer") -> Parts:
     """Return v = w and g = ‖w‖ (for zero units any direction and g = 0); exact when folded."""
+    units = _units_along(dim, path, w)
     v, g = functional.decompose(w, units)
-    if w.is_meta:
-        return Parts(v=v, g=g)
     g = units.exact_norm(w).to(w)
     zero = units.sum((w != 0).float()) == 0  # functional.decompose also replaces short ones
     finite = units.sum(w.isfinite().logical_not().float()) == 0
@@ -208,30 +181,8 @@ def _decompose(path: str, w: Tensor, units: Units) -> Parts:
 # — conversion —
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
-    """An item of a converted state dict: where it comes from and how it is computed."""
-
-    key: Hashable
-    source: Hashable
-    """The key that it replaces."""
-    outline: Any
-    """A tensor of its shape and type, or the value itself if that is not a tensor."""
-    compute: Callable[[State], Any]
-    """The value, given the state dict."""
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """The plan of one state dict's conversion."""
-
-    names: list[str]
-    """The weights that are folded, renamed or decomposed."""
-    tensors: list[PlannedTensor]
-
-
 def convert_state_dict(
-    state: State, to: Format, *, weights: Weights = (), dim: Dim = "infer"
+    state: State, to: Format, *, weights: str | Iterable[str] = (), dim: Dim = "infer"
 ) -> dict[Any, Any]:
     """Return a state dict with every normalized weight in the format `to`; all else as it is.
 
@@ -243,8 +194,8 @@ def convert_state_dict(
     Args:
         state: a state dict. ``weightnorm convert`` also converts those inside a checkpoint.
         to: ``"parametrize"``, ``"hook"`` or ``"folded"``.
-        weights: plain weights to decompose: a name or pattern such as ``"*.weight"``, several, or a
-            function of name and tensor. A pattern that matches nothing is an error.
+        weights: plain weights to decompose: a name or pattern such as ``"*.weight"``, or several.
+            A pattern that matches nothing is an error.
         dim: the kept axis or axes. They are inferred from the shape of g, so `dim` is needed only
             for a flat g beside a square v, and for plain weights that keep another axis than 0.
 
@@ -258,12 +209,11 @@ def convert_state_dict(
     <All keys matched successfully>
     """
     _refuse_nested(state)
-    plan = plan_conversion(state, to, weights, dim)
-    result: Any = {planned.key: planned.compute(state) for planned in plan.tensors}
-    if hasattr(state, "_metadata"):  # the versions of modules, which load_state_dict reads
-        result = OrderedDict(result)
-        result._metadata = state._metadata
-    return cast(dict[Any, Any], result)
+    matching = matching_weights(state, [weights] if isinstance(weights, str) else weights)
+    for pattern, names in matching.items():
+        if not names:
+            raise StateDictError(f"weights={pattern!r} matches no weight (a matrix or more)")
+    return convert(state, to, set().union(*matching.values()), dim).state
 
 
 def _refuse_nested(state: State) -> None:
@@ -280,108 +230,89 @@ def _refuse_nested(state: State) -> None:
         )
 
 
-def plan_conversion(
-    state: State, to: Format, weights: Weights = (), dim: Dim = "infer"
-) -> Conversion:
-    """Plan the conversion of a state dict, which may hold meta tensors, without computing."""
+def matching_weights(state: State, patterns: Iterable[str], place: str = "") -> dict[str, set[str]]:
+    """Return the names of the weights, plain or normalized, that match each pattern.
+
+    `place` is where the state dict is in its file; a pattern matches with or without it.
+    """
+    names = {weight.path for weight in stored_weights(state)}
+    names |= {
+        key
+        for key, value in state.items()
+        if isinstance(key, str) and _is_real(value) and value.ndim > 1 and value.numel()
+    }
+    full = {name: f"{place}.{name}".lstrip(".") for name in names}
+
+    def matches(name: str, pattern: str) -> bool:  # a name may contain [ or *
+        return name == pattern or fnmatchcase(name, pattern)
+
+    return {
+        pattern: {x for x in names if matches(x, pattern) or matches(full[x], pattern)}
+        for pattern in patterns
+    }
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted state dict."""
+
+    state: dict[Any, Any]
+    sources: dict[Hashable, Hashable]
+    """For each of its keys the one that it replaces."""
+    names: list[str]
+    """The weights that were folded, renamed or decomposed."""
+
+
+def convert(state: State, to: Format, selected: set[str], dim: Dim = "infer") -> Conversion:
+    """Convert a state dict; `selected` are the plain weights to decompose."""
     if to not in FORMATS:
         raise StateDictError(f"to={to!r} is unknown; expected one of {FORMATS}")
     stored = {key: weight for weight in stored_weights(state, dim) for key in weight.keys}
-    selected = _selected(state, stored, weights)
+    new: Any = {}
+    sources: dict[Hashable, Hashable] = {}
     names: list[str] = []
-    tensors: list[PlannedTensor] = []
     for key, value in state.items():
-        weight = stored.get(key)
-        if weight is not None:
-            if key == weight.keys[0]:  # the whole weight is placed where its g was
-                names.append(weight.path)
-                tensors += _plan_stored(state, weight, to, dim)
+        items = [(key, key, value)]
+        if key in stored:
+            weight = stored[key]
+            if key != weight.keys[0]:
+                continue  # the whole weight is placed where its g was
+            names.append(weight.path)
+            items = _stored_as(to, weight, state, dim)
         elif key in selected and to != "folded":
             names.append(key)
-            tensors += _plan_decomposed(key, value, to, dim)
-        else:
-            tensors.append(_plan_copy(key, key, value))
-    _refuse_collisions(tensors)
-    outline = {planned.key: planned.outline for planned in tensors}
-    found = stored_weights(outline, dim)
+            v, g = decompose(key, value, dim)
+            g_key, v_key = part_keys(key, to)
+            items = [(g_key, key, g), (v_key, key, v)]
+        for new_key, source, tensor in items:
+            if new_key in sources:
+                raise StateDictError(
+                    f"{sources[new_key]!r} and {source!r} would both become {new_key!r}; "
+                    "remove or rename one of them"
+                )
+            sources[new_key], new[new_key] = source, tensor
+    found = stored_weights(new, dim)
     _refuse_misreadings(found, [] if to == "folded" else names)
     for weight in found:
         if not set(weight.keys) <= state.keys():  # its keys are new
-            _refuse_further_parametrizations(outline, weight)
-    return Conversion(names, tensors)
+            _refuse_further_parametrizations(new, weight)
+    if hasattr(state, "_metadata"):  # the versions of modules, which load_state_dict reads
+        new = OrderedDict(new)
+        new._metadata = state._metadata
+    return Conversion(new, sources, names)
 
 
-def _selected(state: State, stored: Mapping[Any, StoredWeight], weights: Weights) -> set[str]:
-    """Return the names of the plain weights to decompose."""
-    plain = {
-        key: value
-        for key, value in state.items()
-        if isinstance(key, str) and isinstance(value, Tensor) and key not in stored
-    }
-    if callable(weights):
-        return {name for name, value in plain.items() if weights(name, value)}
-    matrices = {name for name, value in plain.items() if _is_real(value) and value.ndim > 1}
-    names = matrices | {weight.path for weight in stored.values()}
-    selected: set[str] = set()
-    for pattern in [weights] if isinstance(weights, str) else weights:
-        # A name may contain [ or *.
-        matching = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
-        if not matching:
-            raise StateDictError(f"weights={pattern!r} matches no weight (a matrix or more)")
-        selected |= matching & matrices
-    return selected
-
-
-def _plan_copy(new: Hashable, key: Hashable, value: Any) -> PlannedTensor:
-    return PlannedTensor(new, key, value, lambda state: state[key])
-
-
-def _plan_stored(
-    state: State, weight: StoredWeight, to: Format, dim: Dim
-) -> Iterator[PlannedTensor]:
-    if to == weight.format and not weight.is_log:
-        for key in weight.keys:
-            yield _plan_copy(key, key, state[key])
-        return
-    _refuse_further_parametrizations(state, weight)
-    path, format, (g_key, v_key, *_) = weight.path, weight.format, weight.keys
-
-    def read(state: State) -> StoredWeight:
-        return StoredWeight(path, format, v=state[v_key], g=state[g_key], is_log=weight.is_log)
-
+def _stored_as(
+    to: Format, weight: StoredWeight, state: State, dim: Dim
+) -> list[tuple[str, str, Tensor]]:
+    """Return (new key, key, value) of a normalized weight in the format `to`."""
+    g_key, v_key, *_ = weight.keys
+    if to != weight.format or weight.is_log:
+        _refuse_further_parametrizations(state, weight)
     if to == "folded":
-        _refuse_narrow(path, weight.v, weight.g)
-        units_of(weight, dim)
-        yield PlannedTensor(path, v_key, weight.v, lambda state: fold(read(state), dim))
-        return
-    if weight.is_log:
-        _refuse_narrow(path, weight.g)
-    new_g, new_v = part_keys(path, to)
-    yield PlannedTensor(new_g, g_key, weight.g, lambda state: read(state).parts.g)
-    yield _plan_copy(new_v, v_key, weight.v)
-
-
-def _plan_decomposed(key: str, w: Tensor, to: Format, dim: Dim) -> Iterator[PlannedTensor]:
-    if not (_is_real(w) and w.ndim > 1 and w.numel()):
-        raise StateDictError(
-            f"{key}: cannot decompose {tuple(w.shape)} numbers of {w.dtype}; expected a "
-            "floating-point weight of two or more dimensions that is not empty"
-        )
-    _refuse_narrow(key, w)
-    units = _units_along(dim, key, w)
-    g = torch.empty(units.shape(w.shape), dtype=w.dtype, device="meta")
-    new_g, new_v = part_keys(key, to)
-    yield PlannedTensor(new_g, key, g, lambda state: _decompose(key, state[key], units).g)
-    yield PlannedTensor(new_v, key, w, lambda state: _decompose(key, state[key], units).v)
-
-
-def _refuse_narrow(path: str, *parts: Tensor) -> None:
-    for part in parts:
-        if part.dtype.itemsize == 1:
-            raise StateDictError(
-                f"{path}: is stored as {part.dtype}, which can only be renamed; "
-                "convert it to a wider type first"
-            )
+        return [(weight.path, v_key, fold(weight, dim))]
+    new_g, new_v = part_keys(weight.path, to)
+    return [(new_g, g_key, weight.parts.g), (new_v, v_key, weight.v)]
 
 
 def _refuse_further_parametrizations(state: State, weight: StoredWeight) -> None:
@@ -396,17 +327,6 @@ def _refuse_further_parametrizations(state: State, weight: StoredWeight) -> None
                 f"{weight.path}: {key!r} belongs to a further parametrization of the weight; "
                 "remove it from the model before saving"
             )
-
-
-def _refuse_collisions(tensors: list[PlannedTensor]) -> None:
-    sources: dict[Hashable, Hashable] = {}
-    for planned in tensors:
-        if planned.key in sources:
-            raise StateDictError(
-                f"{sources[planned.key]!r} and {planned.source!r} would both become "
-                f"{planned.key!r}; remove or rename one of them"
-            )
-        sources[planned.key] = planned.source
 
 
 def _refuse_misreadings(found: list[StoredWeight], expected: list[str]) -> None:

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from weightnorm._dtensor import refuse_sharded
-from weightnorm._parametrize import pending_hooks, remove_torch_hook, unparametrize
+from weightnorm._parametrize import make_plain, pending_hooks
 from weightnorm.inspection import NormalizedWeight, find_normalized
 
 M = TypeVar("M", bound=nn.Module)
@@ -197,17 +197,42 @@ def _replace_by_parameters(
                 tied[weight.identity] = parameter
     undos: list[tuple[nn.Module, _Undo]] = []
     for module, group in groupby(found, key=lambda weight: weight.module):
-        weights = list(group)
-        parametrized: dict[str, nn.Parameter] = {}
-        hooked: dict[str, nn.Parameter] = {}
-        for weight in weights:
-            parameter = tied[weight.identity]
-            (hooked if weight.parametrization is None else parametrized)[weight.name] = parameter
-        before = [_properties(tied[weight.identity]) for weight in weights]
-        steps = [unparametrize(module, parametrized)] if parametrized else []
-        steps += [remove_torch_hook(module, name, w) for name, w in hooked.items()]
-        undos.append((module, partial(_undo, weights, before, steps, _Registered.of(module))))
+        weights = {weight.name: weight for weight in group}
+        plain = {name: tied[weight.identity] for name, weight in weights.items()}
+        before = {name: _traits(parameter) for name, parameter in plain.items()}
+        undo = make_plain(module, plain)
+        undos.append((module, partial(_restore, module, weights, before, undo)))
     return undos
+
+
+def _traits(weight: Tensor) -> tuple[bool, torch.dtype, torch.device]:
+    """Return what may change in a plain weight inside the block, and stays."""
+    return weight.requires_grad, weight.dtype, weight.device
+
+
+def _restore(
+    module: nn.Module,
+    weights: dict[str, NormalizedWeight],
+    before: dict[str, tuple[bool, torch.dtype, torch.device]],
+    undo: Callable[[], list[str]],
+) -> tuple[list[_Move], list[str]]:
+    """Restore v and g, frozen or not as the plain weight is now; return the moves of those whose
+    plain weight was cast or moved, and the names of weights replaced inside the block."""
+    plain = dict(module._parameters)
+    replaced = undo()
+    moves: list[_Move] = []
+    for name, weight in weights.items():
+        now = plain.get(name)
+        if now is None:
+            continue
+        if now.requires_grad != before[name][0]:
+            for part in weight.stored:
+                if isinstance(part, nn.Parameter):
+                    part.requires_grad_(now.requires_grad)
+        if _traits(now)[1:] != before[name][1:]:
+            moved = module if weight.parametrization is None else weight.parametrizations
+            moves.append(partial(moved.to, now.device, now.dtype))
+    return moves, [weights[name].path for name in replaced]
 
 
 def _refuse_pruned(weight: NormalizedWeight) -> None:
@@ -220,69 +245,3 @@ def _refuse_pruned(weight: NormalizedWeight) -> None:
                 f"{part} of {weight.path} is not a parameter; if it is pruned, call "
                 f"torch.nn.utils.prune.remove(layer, {part!r}) first"
             )
-
-
-class _Properties(NamedTuple):
-    """What may change in a plain weight inside the block, and stays."""
-
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-
-def _properties(weight: Tensor) -> _Properties:
-    return _Properties(weight.dtype, weight.device, weight.requires_grad)
-
-
-class _Registered(NamedTuple):
-    """What pruning and parametrizing change in a module, as it is now."""
-
-    cls: type
-    keys: list[tuple[dict[Any, Any], set[Any]]]
-    """Registries of the module, each with its keys."""
-
-    @staticmethod
-    def of(module: nn.Module) -> _Registered:
-        registries: tuple[dict[Any, Any], ...] = (
-            module._parameters,
-            module._buffers,
-            module._modules,
-            module._forward_pre_hooks,
-        )
-        return _Registered(type(module), [(registry, {*registry}) for registry in registries])
-
-    def restore(self, module: nn.Module) -> None:
-        """Remove from the module what was added since."""
-        module.__class__ = self.cls
-        for registry, keys in self.keys:
-            for key in registry.keys() - keys:
-                del registry[key]
-
-
-def _undo(
-    weights: list[NormalizedWeight],
-    before: list[_Properties],
-    steps: list[Callable[[], None]],
-    registered: _Registered,
-) -> tuple[list[_Move], list[str]]:
-    """Restore v and g, frozen or not as the plain weight is now; return the moves of those whose
-    plain weight was cast or moved, and the names of weights replaced inside the block."""
-    module = weights[0].module
-    plain = [module._parameters.get(weight.name) for weight in weights]
-    replaced = [weight.path for weight, now in zip(weights, plain, strict=True) if now is None]
-    if replaced:  # the hook that pruning adds would overwrite v and g in the next forward pass
-        registered.restore(module)
-    for step in reversed(steps):
-        step()
-    moves: list[_Move] = []
-    for weight, was, now in zip(weights, before, plain, strict=True):
-        if now is None:
-            continue
-        if now.requires_grad != was.requires_grad:
-            for part in weight.stored:
-                if isinstance(part, nn.Parameter):
-                    part.requires_grad_(now.requires_grad)
-        if (now.dtype, now.device) != (was.dtype, was.device):
-            moved = module if weight.parametrization is None else weight.parametrizations
-            moves.append(partial(moved.to, now.device, now.dtype))
-    return moves, replaced

@@ -76,7 +76,6 @@ def compose(
     >>> compose(v=torch.tensor([[3.0, 4.0]]), g=torch.tensor([[10.0]]))
     tensor([[6., 8.]])
     """
-    check_mask(mask, v.shape)
     return _kernels.compose(masked(v, mask), g, units.of(v.shape), eps)
 
 
@@ -98,7 +97,6 @@ def fold(
     >>> fold(v=torch.tensor([[3.0, 4.0]]), g=torch.tensor([[10.0]]))
     tensor([[6., 8.]])
     """
-    check_mask(mask, v.shape)
     units, v = units.of(v.shape), masked(v, mask)
     units.check(v, g)
     norm = units.exact_norm(v)
@@ -133,7 +131,6 @@ def decompose(
             [0.]]))
     """
     units = units.of(w.shape)
-    check_mask(mask, w.shape)
     v = masked(w, mask)
     g = _kernels.norm(v, units)
     if not (v.is_meta or v.numel() == 0):
@@ -214,18 +211,5 @@ def row_norm_low_rank(W: Tensor, A: Tensor, B: Tensor, s: float | Tensor = 1.0) 
 
 
 def masked(v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return m⊙v, or v without a mask."""
-    return v if mask is None else v * on_mesh_of(mask, v)
-
-
-def check_mask(mask: Tensor | None, shape: torch.Size) -> None:
-    """Raise ValueError unless the mask broadcasts to a weight of this shape."""
-    try:
-        fits = mask is None or torch.broadcast_shapes(mask.shape, shape) == shape
-    except RuntimeError:
-        fits = False
-    if mask is not None and not fits:
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)}, which does not broadcast to the weight's "
-            f"{tuple(shape)}; give one value per weight, or 1 along the axes it does not vary on"
-        )
+    """Return m⊙v, or v without a mask, which must broadcast to it."""
+    return v if mask is None else v * on_mesh_of(mask.broadcast_to(v.shape), v)

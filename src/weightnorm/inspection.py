@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from weightnorm import functional
 from weightnorm._dtensor import placed_like
-from weightnorm._parametrize import parametrizations_of, torch_hook, torch_hook_names
+from weightnorm._parametrize import parametrizations_of, torch_hooks
 from weightnorm._torch_private import TorchWeightNorm
 from weightnorm._units import EPS, Parts, Units, in_float64
 from weightnorm._weight_norm import WeightNorm
@@ -80,7 +80,7 @@ class NormalizedWeight:
     @property
     def _torch_dim(self) -> int:
         """The kept axis as torch's weight norm stores it, with −1 for dim=None."""
-        dim: int = (torch_hook(self.module, self.name) or self.parametrization).dim
+        dim: int = (torch_hooks(self.module).get(self.name) or self.parametrization).dim
         return dim
 
     def parts(self) -> Parts:
@@ -103,7 +103,7 @@ class NormalizedWeight:
 
         (The attribute that torch's hook sets is only updated by a forward pass.)
         """
-        hook = torch_hook(self.module, self.name)
+        hook = torch_hooks(self.module).get(self.name)
         w: Tensor = hook.compute_weight(self.module) if hook else getattr(self.module, self.name)
         return w
 
@@ -174,7 +174,7 @@ def find_normalized(
             for name, parametrizations in parametrizations_of(module).items()
             if isinstance(parametrizations[0], (WeightNorm, TorchWeightNorm))
         ]
-        for name in names + torch_hook_names(module):
+        for name in [*names, *torch_hooks(module)]:
             yield NormalizedWeight(f"{path}.{name}".lstrip("."), module, name)
 
 

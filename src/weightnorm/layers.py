@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from weightnorm import _units
-from weightnorm._dtensor import refuse_partitioned
 from weightnorm._parametrize import modules_of, parametrizations_of, pending_hooks
 from weightnorm._torch_private import ConvBase, ConvTransposeBase
 from weightnorm._units import Units
@@ -148,7 +147,6 @@ def plain_weight(module: nn.Module, name: str, dim: Dim, path: str | None = None
             f"{path} is {parameter.dtype}; weight norm needs real floating-point weights of 16 "
             "bits or more" + (" (view a complex weight as two real ones)" * parameter.is_complex())
         )
-    refuse_partitioned(parameter, path)
     if parameter.layout is not torch.strided:
         raise TypeError(f"{path} has layout {parameter.layout}; weight norm needs a dense weight")
     if dim == "auto" and name not in weight_names(module):
@@ -180,28 +178,16 @@ def _refusal(layer: nn.Module, name: str) -> str | None:
             return "its gradients are sparse, those of v are dense; build it with sparse=False"
         if layer.max_norm is not None:
             return "max_norm writes to the weight in every forward pass; build it without"
-    if isinstance(layer, nn.MultiheadAttention):
-        if name in ("bias_k", "bias_v"):
-            return f"{name} is appended to the sequence unchanged: it is not multiplied by an input"
-        if name == "in_proj_weight" and not layer._qkv_same_embed_dim:
-            return (
-                "with kdim or vdim the projections are three tensors; "
-                "use q_proj_weight, k_proj_weight, v_proj_weight"
-            )
-        if name.endswith("_proj_weight") and name[0] in "qkv" and layer._qkv_same_embed_dim:
-            return f"{name} is a block of in_proj_weight here; use in_proj_weight"
     return None
 
 
 def _why_not_a_parameter(module: nn.Module, name: str) -> str:
     if is_weight_normed(module, name) or name in pending_hooks(module):
         return "is weight-normalized already; use remove_weight_norm to remove it"
-    if name in parametrizations_of(module):
-        return "has another parametrization; apply weight norm before it"
     if hasattr(module, name):
         return (
-            "is not a parameter: pruning, spectral norm or another hook computes it; apply weight "
-            "norm before that"
+            "is not a parameter: another parametrization, pruning or a hook computes it; apply "
+            "weight norm before that"
         )
     own = [n for n, p in module._parameters.items() if p is not None]
     return f"does not exist; the parameters are {', '.join(own) or 'none: normalize its layers'}"

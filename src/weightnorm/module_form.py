@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -205,11 +205,8 @@ class Options:
     def _as_length(self, value: Any, source: str = "") -> Tensor:
         """Return an initial length as a tensor; raise if no weight can have it."""
         got = f"g={value}{source}"
-        try:
-            # Not on the default device, which may be "meta": from_pretrained builds models there.
-            g = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"{got}; expected a number or a tensor") from None
+        # Not on the default device, which may be "meta": from_pretrained builds models there.
+        g = value.detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
         if not g.isfinite().all():
             raise ValueError(f"{got} must be finite")
         if self.scale == "log" and not (g > 0).all():
@@ -233,14 +230,9 @@ class Options:
                     f"{path} is on the meta device, where {argument} would lose its values; give "
                     "the layer memory with to_empty first"
                 )
-        if isinstance(weight.module, nn.RNNBase) and "forward" in weight.module.__dict__:
-            raise ValueError(
-                f"{path}: the forward of this layer was replaced (by a hook of accelerate, for "
-                "example), so its weights would not be computed; normalize it first, then wrap it"
-            )
         if not is_lazy(parameter):
             self.initial_g(weight)
-            functional.check_mask(self.mask, parameter.shape)
+            functional.masked(parameter, self.mask)
 
     def initial_g(self, weight: PlainWeight) -> Tensor | None:
         """Return the initial g in its shape, or raise if it does not broadcast to it."""
@@ -251,13 +243,7 @@ class Options:
             value = self._as_length(self.g(full), f" for {weight.path} of shape {tuple(full)}")
         else:
             value = self._as_length(self.g)
-        shape = weight.units.shape(full)
-        try:
-            return value.broadcast_to(shape)
-        except RuntimeError:
-            raise ValueError(
-                f"g has shape {tuple(value.shape)}, which does not broadcast to {shape}"
-            ) from None
+        return value.broadcast_to(weight.units.shape(full))
 
     def directions(self, weight: PlainWeight, mask: Tensor | None) -> Tensor:
         """Return the weight with a random direction of norm 1 in place of every zero unit."""
@@ -270,28 +256,22 @@ class Options:
         unit = functional.compose(v=random, g=ones, units=units, mask=mask)
         return torch.where(zero, unit, w)
 
-    def parametrize(self, weight: PlainWeight) -> WeightNormParametrizationList:
-        """Turn the weight into v and g."""
-        module, name, parameter = weight.module, weight.name, weight.parameter
-        g = self.initial_g(weight)
+    def weight_norm(self, weight: PlainWeight) -> WeightNorm:
+        """Return the map from v and g to this weight."""
+        parameter = weight.parameter
         mask = None if self.mask is None else self.mask.to(parameter, copy=True)
-        directions = None if g is None else self.directions(weight, mask)
-        weight_norm = WeightNorm(weight.units, scale=self.scale, mask=mask, eps=self.eps).to(
-            parameter.device
-        )
-        order = dict(module._parameters)
-        registered = _parametrize.register(module, name, weight_norm)
-        try:
-            if g is not None and directions is not None:
-                with torch.no_grad():
-                    registered.original0.copy_(weight_norm.stored(g.to(registered.original0)))
-                    registered.original1.copy_(directions)
-            if not self.train_g:
-                freeze_length(registered)
-        except BaseException:
-            _parametrize.unregister(module, name, order)
-            raise
-        return registered
+        made = WeightNorm(weight.units, scale=self.scale, mask=mask, eps=self.eps)
+        return made.to(parameter.device)
+
+    @torch.no_grad()
+    def initialize(self, registered: WeightNormParametrizationList, weight: PlainWeight) -> None:
+        """Set g to its initial value, and freeze it if it is not trained."""
+        g, weight_norm = self.initial_g(weight), cast(WeightNorm, registered[0])
+        if g is not None:
+            registered.original0.copy_(weight_norm.stored(g.to(registered.original0)))
+            registered.original1.copy_(self.directions(weight, weight_norm.mask))
+        if not self.train_g:
+            freeze_length(registered)
 
 
 def _check_changeable(module: nn.Module, function: str) -> None:
@@ -323,12 +303,13 @@ def _apply(weights: list[PlainWeight], options: Options, tied: Tied | None = Non
                 module.register_forward_pre_hook(hook)
                 undo.append(partial(hook.remove, module))
                 continue
-            order = dict(module._parameters)
-            if parameter in tied:
-                _parametrize.register_tied(module, name, tied[parameter])
-            else:
-                tied[parameter] = options.parametrize(weight)
+            order, shared = dict(module._parameters), tied.get(parameter)
+            new = options.weight_norm(weight) if shared is None else shared
+            registered = _parametrize.register(module, name, new)
             undo.append(partial(_parametrize.unregister, module, name, order))
+            if shared is None:
+                options.initialize(registered, weight)
+                tied[parameter] = registered
     except BaseException:
         for step in reversed(undo):
             step()

@@ -188,7 +188,7 @@ def test_flipped_bytes_of_a_pickle_are_noticed(tmp_path):
 
 # — random files —
 
-EXAMPLES = {"max_examples": 150, "derandomize": True, "deadline": None, "database": None}
+EXAMPLES = {"max_examples": 60, "derandomize": True, "deadline": None, "database": None}
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,5 @@ Reads and writes .safetensors, whole or in shards with an index, and torch's .pt
 - Sizes are checked against the file before memory is used for them.
 - Whatever is wrong with a file, a FileError names it, with control characters escaped.
 
-Safetensors files are read and written one weight at a time. The output appears whole or not at
-all, and the input is never written to.
+The output appears whole or not at all, and the input is never written to.
 """

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from weightnorm.checkpoints import Format, StateDictError, plan_conversion, stored_weights
+from weightnorm.checkpoints import Conversion, Format, StateDictError, convert, matching_weights
 from weightnorm.files.atomic import atomic_writer
-from weightnorm.files.errors import file_error, reading, refuse_existing, writing
-from weightnorm.files.nested import State, convert_nested, join_path, nested_mappings, untouched
+from weightnorm.files.errors import file_error, naming, refuse_existing
+from weightnorm.files.nested import State, join_path, nested_mappings, with_mappings
 from weightnorm.files.pickles import load_pickle
 from weightnorm.files.safetensors_files import (
     INDEX,
     WHOLE,
-    Shards,
-    open_shards,
-    write_safetensors,
+    Shard,
+    read_shards,
     write_shards,
+    write_whole,
 )
 
 Dim = int | Literal["infer"] | None
@@ -48,45 +46,71 @@ def convert_file(
 ) -> Converted:
     """Write `source` in another format to `target`, whole or not at all. No file is overwritten.
 
-    `weights` are names or patterns of plain weights to decompose, and `dim` their kept axis, as for
-    ``convert_state_dict``.
+    `weights` are names or patterns of plain weights to decompose, with or without the place of
+    their state dict in the file, and `dim` their kept axis, as for ``convert_state_dict``.
     """
     kind = kind_of(source)
     if kind != kind_of(target):
         kinds = f"is a {kind_of(target)} file and {source.name} a {kind} one"
         raise file_error(target, f"{kinds}; conversion keeps the kind")
     refuse_existing(target)
-    with reading(source), opened(source) as states:
-        selected = _select(states, weights)
-        plans = [
-            plan_conversion(outline(state), to, partial(_is_in, names), dim)
-            for (_, state), names in zip(states, selected, strict=True)
-        ]
-        parts = list(zip(states, plans, strict=True))
-        names = [join_path(place, name) for (place, _), plan in parts for name in plan.names]
-        if not names and to != "folded":
-            raise StateDictError(
-                f"nothing to write as {to}: no weight is normalized, and no plain one was chosen; "
-                "choose with --weights, such as --weights '*.weight'"
-            )
-        (_, whole), *_ = states
-        if isinstance(whole, Shards):
-            with writing(target):
-                if kind == "sharded":
-                    write_shards(target, plans[0].tensors, whole)
-                else:
-                    metadata = whole.metadata(source.name)
-                    write_safetensors(target, plans[0].tensors, whole, metadata)
-        else:
-            planned = {id(state): plan.tensors for (_, state), plan in parts}
-            after = convert_nested(
-                whole, lambda state: {x.key: x.compute(state) for x in planned[id(state)]}
-            )
-            with writing(target), atomic_writer(target) as file:
+    with naming(source):
+        checkpoint, shards = load(source)
+        states = list(nested_mappings(checkpoint))
+        done = _convert(states, to, weights, dim)
+        after = with_mappings(checkpoint, {key: one.state for key, one in done.items()})
+    with naming(target, "cannot be written"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "pickle":
+            with atomic_writer(target) as file:
                 torch.save(after, file)
-        tensors = [(place, len(tensor_keys(state))) for place, state in states]
-    touched = [place for (place, _), plan in parts if plan.names]
-    return Converted(names, untouched(tensors, touched) if names else {})
+        else:
+            _write_safetensors(source, target, done[id(checkpoint)], shards)
+    names = [join_path(place, name) for place, state in states for name in done[id(state)].names]
+    return Converted(names, _untouched(checkpoint, done) if names else {})
+
+
+def _convert(
+    states: Sequence[tuple[str, State]], to: Format, weights: Sequence[str], dim: Dim
+) -> dict[int, Conversion]:
+    """Convert every state dict of a file; return the results by the ids of the old ones."""
+    matching = [matching_weights(state, weights, place) for place, state in states]
+    for pattern in weights:
+        if not any(found[pattern] for found in matching):
+            raise StateDictError(f"weights={pattern!r} matches no weight (a matrix or more)")
+    done = {
+        id(state): convert(state, to, set().union(*found.values()), dim)
+        for (_, state), found in zip(states, matching, strict=True)
+    }
+    if to != "folded" and not any(conversion.names for conversion in done.values()):
+        raise StateDictError(
+            f"nothing to write as {to}: no weight is normalized, and no plain one was chosen; "
+            "choose with --weights, such as --weights '*.weight'"
+        )
+    return done
+
+
+def _write_safetensors(
+    source: Path, target: Path, new: Conversion, shards: dict[str, Shard]
+) -> None:
+    """Write each tensor to the file, or the shard, of the one it replaces."""
+    if kind_of(target) == "whole":
+        write_whole(target, new.state, shards[source.name].metadata)
+        return
+    old = {key: name for name, shard in shards.items() for key in shard.tensors}
+    shard_of = {str(key): old[str(replaced)] for key, replaced in new.sources.items()}
+    write_shards(target, new.state, shard_of, shards, json.loads(source.read_bytes()))
+
+
+def _untouched(checkpoint: State, done: dict[int, Conversion]) -> dict[str, int]:
+    """Return the parts of a checkpoint without a converted weight, and their numbers of tensors."""
+    found = {}
+    for key, part in checkpoint.items():
+        inside = [state for _, state in nested_mappings(part)]
+        count = sum(len(tensors_of(state)) for state in inside)
+        if count and not any(done[id(state)].names for state in inside):
+            found[str(key)] = count
+    return found
 
 
 # — files of every kind —
@@ -103,56 +127,14 @@ def kind_of(path: Path) -> Kind:
     raise file_error(path, f"expected one of {', '.join((*PICKLES, WHOLE, INDEX))}")
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[list[tuple[str, State]]]:
-    """Open the state dicts of a file, each with its place in the file, the outermost first."""
+def load(path: Path) -> tuple[State, dict[str, Shard]]:
+    """Load a checkpoint; also return the safetensors files that it is in, by name."""
     if kind_of(path) == "pickle":
-        yield nested_mappings(load_pickle(path))
-    else:
-        with open_shards(path) as shards:
-            yield [("", shards)]
+        return load_pickle(path), {}
+    shards = read_shards(path)
+    return {key: x for shard in shards.values() for key, x in shard.tensors.items()}, shards
 
 
-def outline(state: State) -> State:
-    """Return a state dict whose tensors need not be read to know their shapes."""
-    return state.outlines() if isinstance(state, Shards) else state
-
-
-def tensor_keys(state: State) -> list[Any]:
+def tensors_of(state: State) -> list[Any]:
     """Return the keys of the tensors in a state dict."""
-    return [key for key, value in outline(state).items() if isinstance(value, Tensor)]
-
-
-# — selection of plain weights —
-
-
-def _select(states: Sequence[tuple[str, State]], patterns: Sequence[str]) -> list[set[str]]:
-    """Return the names in each state dict that a pattern selects, with or without its place.
-
-    Raises for a pattern that matches no weight, plain or normalized.
-    """
-    selected: list[set[str]] = [set() for _ in states]
-    unmatched = set(patterns)
-    for (place, state), names in zip(states, selected, strict=True) if patterns else ():
-        items = outline(state)
-        weights = [weight.path for weight in stored_weights(items)]
-        weights += [key for key, value in items.items() if _is_weight(key, value)]
-        for name in weights:
-            full = join_path(place, name)
-            fitting = {p for p in patterns if p in (name, full) or fnmatchcase(name, p)
-                       or fnmatchcase(full, p)}  # fmt: skip
-            unmatched -= fitting
-            if fitting:
-                names.add(name)
-    for pattern in sorted(unmatched):
-        raise StateDictError(f"weights={pattern!r} matches no weight (a matrix or more)")
-    return selected
-
-
-def _is_weight(key: Any, value: Any) -> bool:
-    dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
-    return isinstance(key, str) and dense and value.is_floating_point() and value.ndim > 1
-
-
-def _is_in(names: set[str], name: str, _: Tensor) -> bool:
-    return name in names
+    return [key for key, value in state.items() if isinstance(value, Tensor)]

@@ -34,48 +34,28 @@ def file_error(path: Path, reason: object) -> FileError:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn every error into a FileError that names the file."""
+def naming(path: Path, failed: str = "is damaged or cannot be read") -> Iterator[None]:
+    """Turn every error into a FileError that names the file.
+
+    Files may hold anything, and neither torch nor safetensors limit what they raise for it.
+    """
     try:
         yield
     except FileError:
         raise
     except StateDictError as error:
         raise file_error(path, error) from error
-    except FileNotFoundError as error:
-        raise file_error(path, "is missing") from error
-    # Files may hold anything, and neither torch nor safetensors limit what they raise for it.
     except Exception as error:
-        raise file_error(path, f"is damaged or cannot be read: {reason(error)}") from error
+        raise file_error(path, f"{failed}: {reason(error)}") from error
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Make the file's folder, and turn errors of writing into FileErrors."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except (FileError, StateDictError):
-        raise
-    except Exception as error:
-        raise file_error(path, f"cannot be written: {reason(error)}") from error
+def reason(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
+    text = getattr(error, "strerror", None) or str(error)
+    return next(iter(text.splitlines()), "") or type(error).__name__
 
 
 def refuse_existing(path: Path) -> None:
     """Raise a FileError if there is something at a path, the input or a link to it perhaps."""
     if os.path.lexists(path):
         raise file_error(path, "exists; delete it, or choose another folder or name")
-
-
-def reason(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
-    text = error.strerror if isinstance(error, OSError) else str(error)
-    return next(iter((text or "").splitlines()), "") or type(error).__name__
-
-
-def check_regular(path: Path) -> None:
-    """Raise a FileError unless this is a regular file: reading a pipe would wait forever."""
-    with reading(path):
-        path.stat()
-    if not path.is_file():
-        raise file_error(path, "is not a regular file; expected a checkpoint file")

@@ -8,9 +8,9 @@ from typing import Literal
 
 from weightnorm import functional
 from weightnorm.checkpoints import Format, StateDictError, StoredWeight, stored_weights, units_of
-from weightnorm.files.convert import opened, outline, tensor_keys
-from weightnorm.files.errors import reading
-from weightnorm.files.nested import State, join_path
+from weightnorm.files.convert import load, tensors_of
+from weightnorm.files.errors import naming
+from weightnorm.files.nested import join_path, nested_mappings
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,17 @@ class Contents:
 def inspect_file(path: Path) -> Contents:
     """Summarize the normalized weights of a checkpoint file."""
     rows, others = [], 0
-    with reading(path), opened(path) as states:
-        for place, state in states:
-            weights = stored_weights(outline(state))
-            rows += [_summary(join_path(place, w.path), _loaded(state, w)) for w in weights]
-            others += len({*tensor_keys(state)} - {key for w in weights for key in w.keys})
+    with naming(path):
+        for place, state in nested_mappings(load(path)[0]):
+            weights = stored_weights(state)
+            rows += [_summary(join_path(place, weight.path), weight) for weight in weights]
+            others += len({*tensors_of(state)} - {key for w in weights for key in w.keys})
     return Contents(rows, others)
 
 
-def _loaded(state: State, weight: StoredWeight) -> StoredWeight:
-    g_key, v_key, *_ = weight.keys
-    return StoredWeight(
-        weight.path, weight.format, v=state[v_key], g=state[g_key], is_log=weight.is_log
-    )
-
-
 def _summary(name: str, weight: StoredWeight) -> WeightSummary:
-    v, g = weight.v, weight.parts.g.float().flatten()
-    v = v.float() if v.dtype.itemsize == 1 else v
+    v, g = weight.v.double(), weight.g.double().flatten()
+    g = g.exp() if weight.is_log else g
     dead, v_norm = g == 0, float("nan")
     dim: int | tuple[int, ...] | Literal["ambiguous"] | None
     try:

@@ -517,68 +517,53 @@ def test_tied_and_repeated_modules_load_every_format(format):
 
 # — random state dicts —
 
-COMPONENTS = st.sampled_from(
-    ["a", "b", "w", "w_g", "w_v", "parametrizations", "original0", "", "0"]
-)
 FORMS = [
     str,
     log_key,
     *(lambda path, f=f, i=i: part_keys(path, f)[i] for f in FORMATS[:2] for i in (0, 1)),
 ]
+PATHS = ["w", "a.w", "b.w_v", "weight", "0.weight", "parametrizations.w.original0", "a..b", ""]
 NAMES = st.one_of(
-    st.lists(COMPONENTS, min_size=1, max_size=4).map(".".join),
-    st.tuples(st.sampled_from(FORMS), st.sampled_from(["w", "a.w", "b.a"])).map(
-        lambda x: x[0](x[1])
-    ),
+    st.builds(lambda form, path: form(path), st.sampled_from(FORMS), st.sampled_from(PATHS)),
     st.text(max_size=3),
     st.integers(0, 3),
 )
-SHAPES = st.sampled_from(
-    [(), (1,), (2,), (2, 2), (2, 1), (1, 2), (1, 1), (2, 2, 2), (2, 1, 1), (0, 2)]
+SHAPES = [(), (1,), (2,), (2, 2), (2, 1), (1, 2), (1, 1), (2, 2, 2), (2, 1, 1), (0, 2)]
+DTYPES = [torch.float32] * 6
+DTYPES += [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+VALUES = torch.tensor([0, 1, -2, 1e-20, 1e30, torch.nan, torch.inf, 0.1], dtype=torch.float64)
+
+
+def tensor(shape, dtype, seed):
+    index = torch.randint(len(VALUES), shape, generator=torch.Generator().manual_seed(seed))
+    values = VALUES[index]
+    values = values.nan_to_num(0, 1, -1) if dtype in (torch.int64, torch.bool) else values
+    return values.to(dtype)
+
+
+def pair(path, format, shapes, seed):
+    """The keys and tensors of an ordinary normalized weight."""
+    random = torch.Generator().manual_seed(seed)
+    keys = part_keys(path, format)
+    return {key: torch.randn(s, generator=random) for key, s in zip(keys, shapes, strict=True)}
+
+
+SEEDS = st.integers(0, 99)
+TENSORS = st.builds(tensor, st.sampled_from(SHAPES), st.sampled_from(DTYPES), SEEDS)
+ITEMS = st.one_of(TENSORS, TENSORS, TENSORS, st.sampled_from(["text", 3, None]))
+PAIR_SHAPES = [((2, 1), (2, 2)), ((), (2, 2)), ((2,), (2, 2)), ((1, 2, 1), (2, 2, 2))]
+PAIRS = st.builds(
+    pair,
+    st.sampled_from(PATHS[:5]),
+    st.sampled_from(FORMATS[:2]),
+    st.sampled_from(PAIR_SHAPES),
+    SEEDS,
 )
-DTYPES = st.sampled_from(
-    [torch.float32] * 6
-    + [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+STATES = st.builds(
+    lambda pairs, rest: {key: x for one in [*pairs, rest] for key, x in one.items()},
+    st.lists(PAIRS, max_size=3),
+    st.dictionaries(NAMES, ITEMS, max_size=5),
 )
-VALUES = st.sampled_from([0.0, 1.0, -2.0, 1e-20, 1e30, float("nan"), float("inf"), 0.1])
-
-
-@st.composite
-def tensors(draw):
-    shape, dtype = draw(SHAPES), draw(DTYPES)
-    count = int(torch.Size(shape).numel())
-    values = draw(st.lists(VALUES, min_size=count, max_size=count))
-    tensor = torch.tensor(values, dtype=torch.float64).reshape(shape)
-    tensor = tensor.nan_to_num(0, 1, -1) if dtype in (torch.int64, torch.bool) else tensor
-    return tensor.to(dtype)
-
-
-ITEMS = st.one_of(tensors(), tensors(), tensors(), st.sampled_from(["text", 3, None]))
-STATES = st.dictionaries(NAMES, ITEMS, max_size=7)
-
-
-LINEAR = st.dictionaries(st.sampled_from(["weight", "bias"]), tensors(), max_size=2)
-
-
-def pair_states(path_names=("w", "a.w", "b.w_v")):
-    """State dicts of which most entries are weight norm."""
-    pair = st.tuples(
-        st.sampled_from(path_names),
-        st.sampled_from(FORMATS[:2]),
-        st.sampled_from([((2, 2), (2, 1)), ((2, 2), ()), ((2, 2), (2,)), ((2, 2, 2), (1, 2, 1))]),
-        st.integers(0, 3),
-    )
-
-    def build(pairs, rest):
-        state = dict(rest)
-        for path, format, (v_shape, g_shape), seed in pairs:
-            random = torch.Generator().manual_seed(seed)
-            g_key, v_key = part_keys(path, format)
-            state[g_key] = torch.randn(g_shape, generator=random)
-            state[v_key] = torch.randn(v_shape, generator=random)
-        return state
-
-    return st.builds(build, st.lists(pair, max_size=3), STATES)
 
 
 def is_folded(w, weight, dim="infer"):
@@ -598,7 +583,7 @@ def is_folded(w, weight, dim="infer"):
 
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)
 @given(
-    st.one_of(STATES, pair_states()),
+    STATES,
     st.sampled_from(FORMATS),
     st.sampled_from([(), "*", "*w"]),
     st.sampled_from(["infer", "infer", 0, 1, None, 5]),
@@ -640,10 +625,7 @@ def test_random_state_dicts_convert_exactly_or_are_refused(state, to, weights, d
 
 
 @settings(max_examples=80, derandomize=True, deadline=None, database=None)
-@given(
-    st.one_of(STATES, LINEAR, pair_states(["weight", "0.weight"])),
-    st.sampled_from([ours, log_scale]),
-)
+@given(STATES, st.sampled_from([ours, log_scale]))
 def test_random_state_dicts_load_or_are_refused(state, kind):
     model = kind(nn.Linear(2, 2))
     before, given_state = model.weight.detach().clone(), dict(state)

@@ -68,7 +68,6 @@ try:
     # ---- Public functions of modules with a private name.
     TorchDispatchMode = _python_dispatch.TorchDispatchMode
     tree_leaves = _pytree.tree_leaves
-    tree_map = _pytree.tree_map
 except (AttributeError, ImportError) as error:
     raise ImportError(
         f"weightnorm uses a private name that torch {torch.__version__} does not have ({error}); "

@@ -235,11 +235,13 @@ def matching_weights(state: State, patterns: Iterable[str], place: str = "") -> 
 
     `place` is where the state dict is in its file; a pattern matches with or without it.
     """
-    names = {weight.path for weight in stored_weights(state)}
-    names |= {
+    stored = stored_weights(state)
+    parts = {key for weight in stored for key in weight.keys}
+    names = {weight.path for weight in stored} | {
         key
         for key, value in state.items()
-        if isinstance(key, str) and _is_real(value) and value.ndim > 1 and value.numel()
+        if isinstance(key, str) and key not in parts
+        if _is_real(value) and value.ndim > 1 and value.numel()
     }
     full = {name: f"{place}.{name}".lstrip(".") for name in names}
 

@@ -75,13 +75,8 @@ class NormalizedWeight:
         parametrization = self.parametrization
         if isinstance(parametrization, WeightNorm):
             return parametrization.units
-        return Units(None if self._torch_dim == -1 else self._torch_dim)
-
-    @property
-    def _torch_dim(self) -> int:
-        """The kept axis as torch's weight norm stores it, with −1 for dim=None."""
-        dim: int = (torch_hooks(self.module).get(self.name) or self.parametrization).dim
-        return dim
+        dim: int = (parametrization or torch_hooks(self.module)[self.name]).dim
+        return Units(None if dim == -1 else dim)  # torch stores dim=None as −1
 
     def parts(self) -> Parts:
         """Return v and g; for a log-scale, g is computed as eˢ."""
@@ -92,11 +87,8 @@ class NormalizedWeight:
 
     def v_norm(self) -> Tensor:
         """Return ‖v‖ of each unit, shaped like g, with the mask applied if there is one."""
-        v, parametrization = self.stored.v, self.parametrization
-        if not isinstance(parametrization, WeightNorm):
-            norm: Tensor = torch.norm_except_dim(v, 2, self._torch_dim)
-            return norm
-        return functional.norm(functional.masked(v, parametrization.mask), parametrization.units)
+        mask = getattr(self.parametrization, "mask", None)
+        return functional.norm(functional.masked(self.stored.v, mask), self.units)
 
     def weight(self) -> Tensor:
         """Compute w from the current v and g.
@@ -121,35 +113,17 @@ class NormalizedWeight:
         return w
 
     @torch.no_grad()
-    def inverted(self, weight: Tensor) -> Tensor:
-        """Return what weight norm has to give so that the module's tensor is `weight`: other than
-        `weight` if further parametrizations follow."""
-        for further in reversed([*self.parametrizations][1:]):
-            if not hasattr(further, "right_inverse"):
-                raise ValueError(
-                    f"{self.path}: {type(further).__name__} follows weight norm and has no "
-                    "right_inverse, so the weight cannot be set"
-                )
-            weight = further.right_inverse(weight)
-        return weight
-
-    @torch.no_grad()
-    def decomposed(self, weight: Tensor) -> Parts:
-        """Return the values to store so that w equals `weight`: v, and g or s."""
-        if isinstance(self.parametrization, WeightNorm):
-            g, v = self.parametrization.right_inverse(weight)
-            return Parts(v=v, g=g)
-        # torch divides by ‖v‖, so a zero row needs a direction as well.
-        return functional.decompose(weight, self.units)
-
-    @torch.no_grad()
     def write(self, weight: Tensor) -> None:
         """Set v and g so that w equals `weight`."""
-        if weight.shape != self.stored.v.shape:
-            got, expected = tuple(weight.shape), tuple(self.stored.v.shape)
-            raise ValueError(f"got a weight of shape {got}, expected {expected}")
-        value: Tensor
-        for stored, value in zip(self.stored, self.decomposed(self.inverted(weight)), strict=True):
+        if isinstance(self.parametrization, WeightNorm):
+            self.parametrizations.right_inverse(weight)
+            return
+        for further in reversed([*self.parametrizations][1:]):
+            weight = further.right_inverse(weight)
+        # torch's own inverse gives a zero row no direction, and the weight would be NaN.
+        for stored, value in zip(
+            self.stored, functional.decompose(weight, self.units), strict=True
+        ):
             stored.copy_(placed_like(value, stored))
         self.refresh()
 

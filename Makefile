@@ -12,7 +12,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo tour docs tables conformance bench browser test lint types unit format dist test-gpu test-versions clean
+.PHONY: demo docs tables conformance bench browser test lint types unit format dist test-gpu test-versions clean
 
 demo: $(READY)
 	$(BIN)/weightnorm demo --out out
@@ -24,10 +24,6 @@ docs: $(READY)
 # Tables and figures of README.md and docs/, from the records in docs/results.
 tables: $(READY)
 	$(BIN)/weightnorm tables .
-
-# The library alone, step by step, with a picture.
-tour: $(READY)
-	$(BIN)/python examples/tour.py --out out
 
 # The table of docs/conformance.md.
 conformance: $(READY)

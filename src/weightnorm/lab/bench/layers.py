@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached
 
-from weightnorm import folded, mean_only_batch_norm
+from weightnorm import WeightNormOptimizer, folded, mean_only_batch_norm
 from weightnorm._kernels import compose, formula
 from weightnorm._torch_private import torch_weight_norm
 from weightnorm._units import Units
@@ -25,9 +26,11 @@ from weightnorm.lab.bench.benchmark import (
 from weightnorm.lab.bench.peers import (
     HOOK,
     NORMALIZATIONS,
+    OPTIMIZER,
     OURS,
     PARAMETRIZATION,
     PLAIN,
+    adam,
     build,
     peer_models,
     training_step,
@@ -44,10 +47,10 @@ FOLDED = "weight norm, folded"
 class Residuals(nn.Module):
     """A stack of x + conv(φ(x)) with alternating dilations."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, channels: int = CHANNELS) -> None:
         super().__init__()
         self.convs = nn.ModuleList(
-            nn.Conv1d(CHANNELS, CHANNELS, 3, padding="same", dilation=DILATIONS[i % 3])
+            nn.Conv1d(channels, channels, 3, padding="same", dilation=DILATIONS[i % 3])
             for i in range(layers)
         )
 
@@ -57,24 +60,48 @@ class Residuals(nn.Module):
         return x
 
 
+def generator(mels: int, width: int, strides: Sequence[int] = (8, 8, 4)) -> nn.Module:
+    """Build a generator in the style of HiFi-GAN: upsampling, each time with residual layers."""
+    layers: list[nn.Module] = [nn.Conv1d(mels, width, 7, padding=3)]
+    for stride in strides:
+        up = nn.ConvTranspose1d(width, width // 2, 2 * stride, stride, padding=stride // 2)
+        width //= 2
+        layers += [nn.LeakyReLU(0.1), up, Residuals(6, width)]
+    return nn.Sequential(*layers, nn.LeakyReLU(0.1), nn.Conv1d(width, 1, 7, padding=3), nn.Tanh())
+
+
 def signal(settings: Settings) -> Tensor:
     return torch.randn(4, CHANNELS, settings.size(LENGTH, 16), device=settings.device)
 
 
 def vocoder_cases(settings: Settings) -> Iterator[Case]:
-    layers, x = settings.size(LAYERS, 2), signal(settings)
-    models = peer_models(lambda: Residuals(layers), settings.device)
+    layers, mels = settings.size(LAYERS, 2), settings.size(80, 4)
+    spectra = torch.randn(4, mels, settings.size(32, 2), device=settings.device)
+    width = settings.size(128, 8)
+    waves = signal(settings)
+    yield from audio_cases(settings, lambda: Residuals(layers), waves, "60 conv1d layers")
+    vocoder = partial(generator, mels, width)
+    yield from audio_cases(settings, vocoder, spectra, "vocoder", " of a vocoder")
 
-    def train(model: nn.Module) -> Call:
-        return training_step(model, lambda: model(x).square().mean())
 
+def audio_cases(
+    settings: Settings, make: Callable[[], nn.Module], x: Tensor, name: str, of: str = ""
+) -> Iterator[Case]:
+    """Yield a training step and inference of a network, in every form."""
+    models = peer_models(make, settings.device)
+    plain = build(make, NORMALIZATIONS[PLAIN], settings.device)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Call:
+        return training_step(model, lambda: model(x).square().mean(), optimizer)
+
+    peers = {each: train(model) for each, model in models.items()}
     yield Case(
-        "training step",
-        {name: train(model) for name, model in models.items()},
+        f"training step{of}",
+        peers | {OPTIMIZER: train(plain, WeightNormOptimizer(plain, adam))},
         base=PLAIN,
         limits=(at_most(OURS, 1.0, PARAMETRIZATION),),
-        summary=(Summary("60 conv1d layers", OURS, PARAMETRIZATION, HOOK),),
-        at_least_base=(OURS, PARAMETRIZATION, HOOK),
+        summary=(Summary(name, OURS, PARAMETRIZATION, HOOK),),
+        at_least_base=(OURS, PARAMETRIZATION, HOOK, OPTIMIZER),
     )
 
     def infer(model: nn.Module) -> Call:
@@ -87,11 +114,11 @@ def vocoder_cases(settings: Settings) -> Iterator[Case]:
     with folded(models[OURS]):
         names = {OURS: FOLDED}
         yield Case(
-            "inference",
-            {names.get(name, name): infer(model) for name, model in models.items()},
+            f"inference{of}",
+            {names.get(each, each): infer(model) for each, model in models.items()},
             base=PLAIN,
             limits=(at_most(FOLDED, 1.0, PLAIN),),
-            summary=(Summary("60 conv1d layers, folded inference", FOLDED, PARAMETRIZATION, HOOK),),
+            summary=(Summary(f"{name}, folded inference", FOLDED, PARAMETRIZATION, HOOK),),
             at_least_base=(FOLDED, PARAMETRIZATION, HOOK),
         )
 
@@ -280,7 +307,7 @@ def mean_only_limits(layout: str, size: tuple[int, int, int]) -> tuple[Limit, ..
     return (bound,)
 
 
-SMALL_LAYERS = Benchmark("vocoder", "60 small conv1d layers", vocoder_cases)
+SMALL_LAYERS = Benchmark("vocoder", "60 small conv1d layers, and a vocoder", vocoder_cases)
 RECURRENT = Benchmark("recurrent", "Training step on 64 steps of 256 units", recurrent_cases)
 OPERATIONS = Benchmark("op", "w = g·v/‖v‖, forward and backward", operation_cases)
 MEAN_ONLY_LAYERS = Benchmark(

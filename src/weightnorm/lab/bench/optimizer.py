@@ -26,17 +26,24 @@ from weightnorm.lab.bench.benchmark import (
 )
 from weightnorm.lab.bench.layers import Residuals, signal
 from weightnorm.lab.bench.memory import peak_bytes
-from weightnorm.lab.bench.peers import NORMALIZATIONS, OURS, PLAIN, build, chosen_weights
+from weightnorm.lab.bench.peers import (
+    NORMALIZATIONS,
+    OPTIMIZER,
+    OURS,
+    PLAIN,
+    adam,
+    build,
+    chosen_weights,
+)
 from weightnorm.lab.classify import ConvPoolCNN
 from weightnorm.lab.interleaved import Call, seconds
 
-MODULE, OPTIMIZER = "module form", "optimizer form"
+MODULE = "module form"
 MUON, MUOWN = "Muon", "optimizer form, Muon"
 FUSED = "fused Adam"
 STEPS = 8
 """Steps of the optimizer alone of which one measurement is the median."""
 
-adam = partial(torch.optim.Adam, lr=1e-3, fused=True)
 muon = partial(torch.optim.Muon, lr=1e-3, weight_decay=0.0)
 
 

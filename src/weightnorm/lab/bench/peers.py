@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.nn.utils import weight_norm as torch_weight_norm
 from weightnorm import normalized_weights, weight_norm_model
 from weightnorm.lab.interleaved import Call
 
-PLAIN, OURS = "plain", "weight norm"
+PLAIN, OURS, OPTIMIZER = "plain", "weight norm", "optimizer form"
 PARAMETRIZATION, HOOK = "torch parametrization", "torch hook"
 
 
@@ -63,9 +64,14 @@ def build(
     return model
 
 
-def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> Call:
-    """A training step: gradient of a loss, and a step of Adam."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+adam = partial(torch.optim.Adam, lr=1e-3, fused=True)
+
+
+def training_step(
+    model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None = None
+) -> Call:
+    """A training step: gradient of a loss, and a step of an optimizer, by default Adam."""
+    optimizer = optimizer or adam(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()

@@ -25,7 +25,7 @@ SIZES = {
     "batch statistics at CIFAR-10's own size, claims 6 and 19 over ten epochs of MNIST.",
 }
 STATEMENTS = {
-    "classify": ("18", "23"),
+    "classify": ("18", "23", "25"),
     "vae": ("20.1", "20.2"),
     "draw": ("20.3",),
     "dqn": ("20.4", "20.5", "21", "24"),

@@ -21,10 +21,12 @@ from weightnorm.lab.errors import ReportError
 from weightnorm.lab.records import Row, RunRecord
 from weightnorm.lab.report import bench, claims
 from weightnorm.lab.report.page import VERDICTS, Section, describe, read, render
+from weightnorm.lab.report.provenance import commits, provenance
 from weightnorm.lab.report.style import slug
 from weightnorm.lab.report.tables import Item, frame, markdown
 
 BLOCK = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+PROVENANCE = "-provenance"
 IMAGE = re.compile(r"results/([\w-]+)/figures/([\w.-]+)\.(png|gif|svg)\b")
 
 
@@ -62,7 +64,7 @@ def contents(root: Path) -> tuple[dict[Path, str], dict[Path, Item]]:
     if problems:
         raise ReportError("docs/results has records that cannot be used:\n" + "\n".join(problems))
     sections = describe(records)
-    known = blocks(sections, records) | bench_files(results)
+    known = blocks(sections, records) | bench_files(results) | provenances(root, records)
     drawn = {
         (section.experiment, item.name): item
         for section in sections
@@ -74,6 +76,8 @@ def contents(root: Path) -> tuple[dict[Path, str], dict[Path, Item]]:
     for path in sorted([*root.glob("*.md"), *root.glob("docs/**/*.md")]):
 
         def block(match: re.Match[str], path: Path = path) -> str:
+            if match[2] not in known and match[2].endswith(PROVENANCE):
+                return match[0]  # the history is not here
             if match[2] not in known:
                 names = ", ".join(sorted(known))
                 raise ReportError(f"{path}: no results are called {match[2]}; there are {names}")
@@ -109,6 +113,16 @@ def blocks(sections: Sequence[Section], records: Sequence[RunRecord]) -> dict[st
         elif any(part.verdicts for part in section.parts):
             found[f"{section.experiment}-verdicts"] = verdicts([section], links=False)
     return found | {"experiments": verdicts(sections, links=True)}
+
+
+def provenances(root: Path, records: Sequence[RunRecord]) -> dict[str, str]:
+    """Return ``<experiment>-provenance``: how many records are of code in the repository's
+    history. Empty where the history is not known, as in an installed package."""
+    history = commits(root)
+    return {
+        f"{name}{PROVENANCE}": provenance([x for x in records if x.experiment == name], history)
+        for name in dict.fromkeys(record.experiment for record in records if history)
+    }
 
 
 def rendered(name: str, items: Sequence[Item]) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,6 @@
 """Data-dependent initialization: eq. 5 and 6 on any model, what is reported, and failures."""
 
 import copy
-from unittest import mock
 
 import pytest
 import torch
@@ -10,12 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
-from pretended_device import DEVICE, failures
 from ranks import on_ranks
 from weightnorm import (
     MeanOnlyBatchNorm2d,
     data_dependent_init,
-    data_init,
     folded,
     mean_only_batch_norm,
     parts,
@@ -144,18 +141,35 @@ def test_frozen_layers_and_fixed_g_are_left_as_they_are():
     assert "it is frozen" in str(report)
 
 
-def test_running_statistics_are_restored():
+def test_buffers_are_restored_also_those_that_the_model_replaces():
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(64, 2)
+            self.register_buffer("average", torch.zeros(2))
+            self.register_buffer("later", None)
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.average = 0.9 * self.average + y.mean(0)
+            self.later = y.mean(0)
+            return y
+
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3, bias=False),
         nn.BatchNorm2d(4),
-        nn.Conv2d(4, 4, 3),
-        MeanOnlyBatchNorm2d(4),
+        nn.Conv2d(4, 16, 3),
+        MeanOnlyBatchNorm2d(16),
+        nn.Flatten(),
+        Counting(),
     )
-    before = copy.deepcopy(dict(model.named_buffers()))
+    buffers = dict(model.named_buffers())
+    values = copy.deepcopy(buffers)
     x = torch.randn(20, 3, 6, 6) * 2 + 1
     data_dependent_init(model, x)
+    assert dict(model.named_buffers()).keys() == buffers.keys()
     for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, before[name]), name
+        assert buffer is buffers[name], name
+        assert torch.equal(buffer, values[name]), name
     assert is_normal(model(x), atol=1e-4)
 
 
@@ -213,16 +227,6 @@ def test_target_std_by_layer_name_or_pattern(target, stds):
     assert [row.target_std for row in report] == stds
 
 
-def test_layer_used_twice_is_set_at_first_use():
-    shared = nn.Linear(6, 6)
-    model, x = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(6, 2)), torch.randn(60, 6)
-    report = data_dependent_init(model, x)
-    assert [row.name for row in report] == ["0", "3"]
-    seen = outputs(model, x)
-    assert is_normal(seen[0])
-    assert is_normal(seen[2])
-
-
 def test_several_inputs_and_custom_forward():
     class Pair(nn.Module):
         def __init__(self):
@@ -247,18 +251,16 @@ def test_a_layer_without_bias_is_only_scaled_and_all_axes_but_units_count_as_exa
     assert "no bias: the mean stays" in str(report)
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_dead_units_are_unchanged_and_reported(normed):
+def test_dead_units_are_unchanged_and_reported():
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     with torch.no_grad():
         model[0].weight[1] = 0
-    if normed:
-        weight_norm_model(model)
-    before = model[0].weight.detach().clone(), model[0].bias.detach().clone()
+    weight_norm_model(model)
+    before = model[0].weight[1].detach().clone(), model[0].bias[1].item()
     report = data_dependent_init(model, torch.randn(50, 4))
     assert report.dead == {"0": (1,)}
-    assert torch.equal(model[0].weight[1], before[0][1])
-    assert torch.equal(model[0].bias[1], before[1][1])
+    assert torch.equal(model[0].weight[1], before[0])
+    assert model[0].bias[1].item() == before[1]
     assert "1 dead: 1" in str(report)
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -335,8 +337,8 @@ def test_report_prints_as_a_table():
     assert third.split(maxsplit=2) == ["unused", "Linear", "skipped: it did not run on this batch"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_half_and_double_precision(dtype):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
     model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(200, 4)
     model, x = model.to(dtype), x.to(dtype)
     weight_norm_model(model)
@@ -347,18 +349,20 @@ def test_half_and_double_precision(dtype):
 def unchanged(model, before):
     """Assert that no parameter, buffer or hook differs from before."""
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
+        assert torch.equal(tensor.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
     assert not any(m._forward_hooks for m in model.modules())
 
 
 class Poison(nn.Module):
-    """Replaces the largest input by a value that is not finite."""
+    """Replaces the largest input by a value that is not finite, or raises."""
 
     def __init__(self, value):
         super().__init__()
         self.value = value
 
     def forward(self, x):
+        if self.value is None:
+            raise ValueError("broken forward")
         return torch.where(x == x.max(), self.value, x)
 
 
@@ -366,32 +370,30 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("where", "bad", "normed", "message"),
+    ("where", "bad", "message"),
     [
-        ("batch", NAN, True, "the init batch contains NaN or infinity"),
-        ("batch", INF, False, "the init batch contains NaN or infinity"),
-        ("module", NAN, False, "layer '3' received NaN or infinity, though the init batch has"),
-        ("module", INF, True, "layer '3' received NaN or infinity, though the init batch has"),
-        ("weight", NAN, True, "layer '3' gave NaN or infinity for a finite input"),
-        ("weight", INF, False, "layer '3' gave NaN or infinity for a finite input"),
+        ("batch", NAN, "the init batch contains NaN or infinity"),
+        ("module", INF, "layer '3' received NaN or infinity, though the init batch has"),
+        ("weight", NAN, "layer '3' gave NaN or infinity for a finite input"),
+        ("weight", INF, "layer '3' gave NaN or infinity for a finite input"),
+        ("module", None, "broken forward"),
     ],
 )
-def test_nan_and_infinity_raise_with_their_origin(where, bad, normed, message):
+def test_an_error_names_its_origin_and_leaves_the_model_as_it_was(where, bad, message):
     poison = Poison(bad) if where == "module" else nn.Identity()
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), poison, nn.Linear(4, 2))
-    if normed:
+    if bad is not INF:
         weight_norm_model(model)
     x = torch.randn(20, 4)
-    if where == "batch":
-        x[3, 2] = bad
-    if where == "weight":
-        with torch.no_grad():
+    with torch.no_grad():
+        if where == "batch":
+            x[3, 2] = bad
+        if where == "weight":
             model[3].bias[0] = bad
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message):
         data_dependent_init(model, x)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
+    unchanged(model, before)
 
 
 @pytest.mark.parametrize(
@@ -410,26 +412,12 @@ def test_batch_of_one_or_none_raises(model, x):
     unchanged(model, before)
 
 
-def test_model_is_restored_when_forward_raises():
-    class Broken(nn.Module):
-        def forward(self, x):
-            raise RuntimeError("broken forward")
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Broken())
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="broken forward"):
-        data_dependent_init(model, torch.randn(20, 4))
-    unchanged(model, before)
-
-
 @pytest.mark.parametrize(
     ("target", "message"),
     [
         ({"3.secnd": 0.1}, r"no layer matches '3.secnd'; there are \['0'\]"),
         (0.0, "must be a positive number; got 0.0"),
-        ({"0": -1.0}, "must be a positive number; got -1.0 for '0'"),
-        (float("nan"), "must be a positive number"),
-        (float("inf"), "must be a positive number; got inf"),
+        ({"0": INF}, "must be a positive number; got inf for '0'"),
     ],
 )
 def test_invalid_target_std_raises(target, message):
@@ -489,24 +477,25 @@ def by_memory(model):
     model[2].weight = nn.Parameter(model[0].weight.data)
 
 
-def by_parameter(model):
-    model[2].weight = model[0].weight
-
-
 def by_parametrization(model):
-    by_parameter(model)
+    model[2].weight = model[0].weight
     weight_norm_model(model)
 
 
-@pytest.mark.parametrize("tie", [by_memory, by_parameter, by_parametrization])
-def test_tied_weight_is_scaled_once(tie):
+def by_module(model):
+    model[2] = model[0]
+
+
+@pytest.mark.parametrize("tie", [by_memory, by_parametrization, by_module])
+def test_a_tied_layer_is_set_at_its_first_use(tie):
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
     tie(model)
     x = 2 * torch.randn(80, 6) + 1
     report = data_dependent_init(model, x)
     assert [row.name for row in report.done] == ["0", "3"]
-    (row,) = report.skipped
-    assert (row.name, row.skipped) == ("2", "shares a parameter with '0', which ran first")
+    reasons = [(row.name, row.skipped) for row in report.skipped]
+    tied = [("2", "shares a parameter with '0', which ran first")]
+    assert reasons == ([] if tie is by_module else tied)
     assert torch.equal(model[0].weight, model[2].weight)
     seen = outputs(model, x)
     assert is_normal(seen[0])
@@ -635,53 +624,6 @@ def test_layers_that_cannot_be_set_are_skipped(layer, reason):
         assert torch.equal(parameter, before[name]), name
 
 
-# Reads of the device
-
-
-def initialize_on_accelerator(normalize):
-    """Return a function that initializes a network on the pretended device and counts reads."""
-
-    def case():
-        reads = []
-
-        def to_host(numbers):  # any other read raises
-            reads.append(numbers.device.type)
-            count, is_finite, deviation, means = 1e4, 1.0, 0.0, [0.0, 1.0, 0.0, 1.0]
-            head = [count, is_finite, deviation, *means]
-            return head + [0.0] * (len(numbers) - len(head))
-
-        model = convnet()
-        normalize(model)
-        with mock.patch.object(data_init, "_to_host", to_host):
-            report = data_dependent_init(model.to(DEVICE), torch.randn(40, 3, 6, 6, device=DEVICE))
-        assert len(report.done) == 4, report
-        assert reads == [DEVICE] * 4, reads
-
-    return case
-
-
-def center(model):
-    for i in (0, 2, 4, 7):
-        model[i] = mean_only_batch_norm(weight_norm(model[i]))
-
-
-CASES = {
-    "plain": initialize_on_accelerator(lambda model: None),
-    "weight-norm": initialize_on_accelerator(weight_norm_model),
-    "mean-only": initialize_on_accelerator(center),
-}
-
-
-@pytest.fixture(scope="module")
-def errors_on_accelerator():
-    return failures(__file__)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_one_device_read_per_layer(case, errors_on_accelerator):
-    assert errors_on_accelerator[case] == ""
-
-
 @pytest.mark.parametrize(("normalized", "inside"), [(False, True), (True, False)])
 def test_under_autocast_every_layer_reaches_the_target(normalized, inside):
     class Autocast(nn.Sequential):
@@ -710,27 +652,6 @@ def test_a_compiled_model_that_has_run_is_initialized():
     report = data_dependent_init(compiled, x)
     assert len(report.done) == 2
     torch.testing.assert_close(compiled(x).std(0, correction=0), torch.ones(2))
-
-
-def test_replaced_buffers_are_restored():
-    class Counting(nn.Linear):
-        def __init__(self):
-            super().__init__(3, 2)
-            self.register_buffer("average", torch.zeros(2))
-            self.register_buffer("later", None)
-
-        def forward(self, x):
-            y = super().forward(x)
-            self.average = 0.9 * self.average + y.mean(0)
-            self.later = y.mean(0)
-            return y
-
-    layer = Counting()
-    buffer = layer.average
-    data_dependent_init(layer, torch.randn(10, 3))
-    assert layer.average is buffer
-    assert layer.later is None
-    torch.testing.assert_close(buffer, torch.zeros(2))
 
 
 def test_a_unit_that_varies_little_around_a_large_mean_is_alive():

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import itertools
+import math
 import pickle
 import weakref
 
@@ -89,13 +91,10 @@ LINEAR = {
     "linear-on-sequences": (lambda: nn.Linear(5, 4), (6, 3, 5)),
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, groups=2), (5, 4, 9)),
     "conv2d": (lambda: nn.Conv2d(3, 6, 3, padding=1), (5, 3, 7, 7)),
-    "conv2d-no-bias": (lambda: nn.Conv2d(3, 6, 3, padding=1, bias=False), (5, 3, 7, 7)),
     "strided": (lambda: nn.Conv2d(3, 6, 3, stride=(2, 3), padding=2), (5, 3, 8, 9)),
     "dilated": (lambda: nn.Conv2d(3, 6, 3, dilation=2, padding="same"), (5, 3, 8, 8)),
     "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4), (5, 4, 6, 6)),
     "reflect": (lambda: nn.Conv2d(3, 6, 3, padding=1, padding_mode="reflect"), (5, 3, 6, 6)),
-    "circular": (lambda: nn.Conv2d(3, 6, 3, padding=1, padding_mode="circular"), (5, 3, 6, 6)),
-    "replicate": (lambda: nn.Conv2d(3, 6, 3, padding=1, padding_mode="replicate"), (5, 3, 6, 6)),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2), (4, 2, 4, 4, 4)),
     "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), (5, 4, 4, 4)),
     "transposed-padded": (
@@ -139,9 +138,8 @@ def test_second_derivatives(name):
     assert gradgradcheck(lambda x, *_: layer(x), inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", ["linear", "conv2d"])
-def test_it_writes_to_nobody_elses_gradient_and_keeps_no_output(name):
-    make, shape = LINEAR[name]
+def test_it_writes_to_nobody_elses_gradient_and_keeps_no_output():
+    make, shape = LINEAR["conv2d"]
     layer = mean_only_batch_norm(make())
     x, kept = torch.randn(shape, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -220,42 +218,44 @@ SYNCED = {
     "conv": (lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1), (8, 2, 5, 5)),
     "transposed": (lambda: nn.ConvTranspose1d(4, 6, 3, groups=2), (8, 4, 5)),
 }
+NORMS = {2: MeanOnlyBatchNorm1d, 3: MeanOnlyBatchNorm1d, 4: MeanOnlyBatchNorm2d}
 
 
-def _synced_case(name):
-    """A layer, its input, and how much each number of its output counts in the loss."""
+def passes(name, form, examples=slice(None), group=None):
+    """Output, gradients and running mean on these examples of a batch of eight."""
     torch.manual_seed(0)
     make, shape = SYNCED[name]
     layer, x = make().double(), torch.randn(shape, dtype=torch.float64) + 1
-    t = layer(*[x] * (1 + (name == "bilinear")))
-    return layer, x, torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t).sin()
+    if form == "around":
+        model = copy.deepcopy(mean_only_batch_norm(layer, group=group))  # as an average does
+        layer, norm = model.layer, model.norm
+    else:
+        norm = NORMS[len(shape)](len(layer.bias), group=group, dtype=torch.float64)
+        model = lambda *x: norm(layer(*x))  # noqa: E731
+    x = x[examples].clone().requires_grad_()
+    out = model(*[x] * (2 if name == "bilinear" else 1))
+    counts = torch.linspace(-1, 1, 8 * math.prod(out.shape[1:]), dtype=x.dtype)
+    (out * counts.view(8, *out.shape[1:])[examples].sin()).sum().backward()
+    return out.detach(), x.grad, layer.weight.grad, norm.running_mean
 
 
-def _synced(rank):
-    results, (a, b) = {}, SPLITS[rank]
-    for name in SYNCED:
-        for form in ("module", "around"):
-            layer, x, counts = _synced_case(name)
-            group = dist.group.WORLD
-            if form == "module":
-                norm = {2: MeanOnlyBatchNorm1d, 3: MeanOnlyBatchNorm1d, 4: MeanOnlyBatchNorm2d}
-                norm = norm[counts.ndim](counts.shape[1], group=group, dtype=torch.float64)
-                model = lambda *x, layer=layer, norm=norm: norm(layer(*x))  # noqa: E731
-            else:
-                model = mean_only_batch_norm(layer, group=group)
-                model = copy.deepcopy(model)  # as an average or a target network does
-                layer, norm = model.layer, model.norm
-            x = x[a:b].clone().requires_grad_()
-            out = model(*[x] * (1 + (name == "bilinear")))
-            (out * counts[a:b]).sum().backward()
-            dist.all_reduce(layer.weight.grad)
-            results[f"{name} {form}"] = {
-                "out": out.detach(),
-                "x": x.grad,
-                "weight": layer.weight.grad,
-                "running": norm.running_mean,
-            }
-    return results
+CASES = list(itertools.product(SYNCED, ["module", "around"]))
+
+
+def passes_on_a_rank(rank):
+    examples = slice(*SPLITS[rank])
+    return [passes(*case, examples, dist.group.WORLD) for case in CASES]
+
+
+@pytest.mark.xdist_group("clusters")
+def test_ranks_together_are_one_process():
+    for case, *ranks in zip(CASES, *on_ranks(len(SPLITS), passes_on_a_rank), strict=True):
+        out, grad_x, grad_w, running_mean = zip(*ranks, strict=True)
+        got = torch.cat(out), torch.cat(grad_x), sum(grad_w), running_mean[0]
+        torch.testing.assert_close(
+            got, passes(*case), msg=lambda text, case=case: f"{case}: {text}"
+        )
+        assert all(torch.equal(mean, running_mean[0]) for mean in running_mean)
 
 
 @pytest.mark.parametrize(
@@ -358,72 +358,34 @@ def test_a_layer_does_not_keep_its_group_alive(tmp_path):
         twin(torch.randn(4, 3))
 
 
-@pytest.fixture(scope="module")
-def synced():
-    return on_ranks(len(SPLITS), _synced)
-
-
-@pytest.mark.xdist_group("clusters")
-@pytest.mark.parametrize("form", ["module", "around"])
-@pytest.mark.parametrize("name", SYNCED)
-def test_ranks_together_are_one_process(synced, name, form):
-    layer, x, counts = _synced_case(name)
-    x.requires_grad_()
-    t = layer(*[x] * (1 + (name == "bilinear")))
-    bias = layer.bias.detach().view(-1, *[1] * (t.ndim - 2))
-    mean = t.mean(axes(t), keepdim=True)
-    out = t - mean + (bias if form == "around" else 0)
-    (out * counts).sum().backward()
-    results = [rank[f"{name} {form}"] for rank in synced]
-    torch.testing.assert_close(torch.cat([r["out"] for r in results]), out.detach())
-    torch.testing.assert_close(torch.cat([r["x"] for r in results]), x.grad)
-    running = 0.1 * (mean - (bias if form == "around" else 0)).flatten().detach()
-    for r in results:
-        torch.testing.assert_close(r["weight"], layer.weight.grad)
-        torch.testing.assert_close(r["running"], running)
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_layouts_agree(layout):
-    torch.manual_seed(0)
+def test_channels_last_gives_the_same_numbers_and_stays():
     layer = mean_only_batch_norm(weight_norm(nn.Conv2d(3, 6, 3, padding=1)).double())
     x = torch.randn(5, 3, 7, 7, dtype=torch.float64)
     expected = torch.autograd.grad(layer(x).pow(3).sum(), list(layer.parameters()))
-    layer, x = layer.to(memory_format=layout), x.to(memory_format=layout)
-    out = layer(x)
+    layer = layer.to(memory_format=torch.channels_last)
+    out = layer(x.to(memory_format=torch.channels_last))
     torch.testing.assert_close(
         torch.autograd.grad(out.pow(3).sum(), list(layer.parameters())), expected
     )
-    assert out.is_contiguous(memory_format=layout)
-
-
-class Halves(nn.Module):
-    """Full batch norm, mean-only behind a layer and around one, dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(
-            mean_only_batch_norm(nn.Linear(3, 4)),
-            nn.Dropout(0.0),
-            nn.Linear(4, 4),
-            MeanOnlyBatchNorm1d(4),
-            nn.BatchNorm1d(4),
-        )
-
-    def forward(self, x):
-        return self.body(x)
+    assert out.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_running_means_of_an_averaged_model():
-    torch.manual_seed(0)
-    averaged = torch.optim.swa_utils.AveragedModel(Halves())
+    model = nn.Sequential(
+        mean_only_batch_norm(nn.Linear(3, 4)),
+        nn.Dropout(0.0),
+        nn.Linear(4, 4),
+        MeanOnlyBatchNorm1d(4),
+        nn.BatchNorm1d(4),
+    )
+    averaged = torch.optim.swa_utils.AveragedModel(model)
     loader = [(torch.randn(8, 3) + 1, None) for _ in range(4)]
     with torch.no_grad():
         averaged(torch.randn(8, 3) + 9)  # to be forgotten
     torch.optim.swa_utils.update_bn(loader, averaged)
-    averaged.module.body[1].eval()
+    averaged.module[1].eval()
     update_running_means(loader, averaged)
-    body, x = averaged.module.body, torch.cat([x for x, _ in loader])
+    body, x = averaged.module, torch.cat([x for x, _ in loader])
     first = body[0].layer
     expected = (first(x) - first.bias).mean(0)
     torch.testing.assert_close(body[0].norm.running_mean, expected.detach())

@@ -18,27 +18,26 @@ from weightnorm import (
 )
 from weightnorm._distributed import sum_over_ranks
 
-pytestmark = pytest.mark.xdist_group("clusters")  # which share their processes
+pytestmark = pytest.mark.xdist_group("clusters")  # one pool of workers
 
 WORLD = 2
 
 
-def gradient_of_a_penalty(rank, group):
+def gradient_of_a_penalty(rank):
     """d/dx of |d/dx (Σ over ranks of x³)²|², which the backward pass must sum over ranks twice."""
     x = torch.tensor([1.0 + rank], dtype=torch.float64, requires_grad=True)
-    total = sum_over_ranks(x**3, group)
+    total = sum_over_ranks(x**3, dist.group.WORLD)
     (first,) = torch.autograd.grad(total.square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), x)
     return second
 
 
-def expected_penalty():
-    """The same on one process, where each of the ranks' losses is added up."""
+def test_second_derivatives_of_a_sum_over_ranks():
     x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    loss = WORLD * (x**3).sum().square()
+    loss = WORLD * (x**3).sum().square()  # the ranks' losses are added up
     (first,) = torch.autograd.grad(loss, x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), x)
-    return second
+    torch.testing.assert_close(torch.cat(on_ranks(WORLD, gradient_of_a_penalty)), second)
 
 
 def compiled_wrapper(rank):
@@ -51,29 +50,33 @@ def compiled_wrapper(rank):
     return {name: x.clone() for name, x in model.state_dict().items()}
 
 
-def strided_shards(rank):
-    """A step of the optimizer on rows that lie as FSDP2 of a tensor-parallel layer has them."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 4, bias=False).double()
-    rows = model.weight.detach().chunk(WORLD)[rank].clone()
+def test_a_compiled_wrapper_is_initialized_on_the_batches_of_all_ranks():
+    first, second = on_ranks(WORLD, compiled_wrapper)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def strided(weight):
+    """The rows of a weight as FSDP2 of a tensor-parallel layer has them."""
+    rows = weight.detach().chunk(WORLD)[dist.get_rank()].clone()
     mesh = init_device_mesh("cpu", (WORLD,))
     placed = DTensor.from_local(rows, mesh, [_StridedShard(0, split_factor=1)], run_check=False)
-    model.weight = nn.Parameter(placed)
-    optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.1)
-    for _ in range(3):
-        model.weight.grad = torch.cos(model.weight.detach())
-        optimizer.step()
-    return model.weight.to_local().detach().clone()
+    return nn.Parameter(placed)
 
 
-def whole_rows():
+def three_steps(rank, place=strided):
     torch.manual_seed(0)
     model = nn.Linear(3, 4, bias=False).double()
+    model.weight = place(model.weight)
     optimizer = WeightNormOptimizer(model, torch.optim.Adam, lr=0.1)
     for _ in range(3):
         model.weight.grad = torch.cos(model.weight.detach())
         optimizer.step()
-    return model.weight.detach()
+    return getattr(model.weight, "_local_tensor", model.weight).detach().clone()
+
+
+def test_strided_shards_hold_whole_units():
+    whole = three_steps(0, place=lambda weight: weight)
+    torch.testing.assert_close(torch.cat(on_ranks(WORLD, three_steps)), whole)
 
 
 def sharded(normalize):
@@ -85,7 +88,7 @@ def sharded(normalize):
     return model
 
 
-def loads_into_a_sharded_model():
+def loads_into_a_sharded_model(rank):
     """The weights after loading plain ones into a normalized model."""
     plain, model = sharded(normalize=False), sharded(normalize=True)
     with torch.no_grad():
@@ -96,10 +99,15 @@ def loads_into_a_sharded_model():
     return [plain(x).detach(), model(x).detach()]
 
 
-def refuses_what_one_rank_has():
+def test_a_transposed_convolution_is_loaded_into_a_sharded_model():
+    for plain, normalized in on_ranks(WORLD, loads_into_a_sharded_model):
+        torch.testing.assert_close(plain, normalized)
+
+
+def refuses_what_one_rank_has(rank):
     """The error for a weight that is infinite on rank 0, after which it has not changed."""
     state, model = sharded(normalize=False).state_dict(), sharded(normalize=True)
-    if dist.get_rank() == 0:
+    if rank == 0:
         state["0.weight"].to_local()[0, 0] = float("inf")
     before = {name: x.full_tensor() for name, x in model.state_dict().items()}
     with pytest.raises(RuntimeError, match="not finite") as error:
@@ -109,7 +117,12 @@ def refuses_what_one_rank_has():
     return str(error.value)
 
 
-def refusals():
+def test_a_weight_that_is_not_finite_on_one_rank_is_refused_on_all():
+    for message in on_ranks(WORLD, refuses_what_one_rank_has):
+        assert "0.weight" in message
+
+
+def refusals(rank):
     torch.manual_seed(0)
     acts = {
         "DDP": lambda: weight_norm_model(DistributedDataParallel(nn.Linear(3, 2))),
@@ -127,55 +140,12 @@ def refusals():
 
 def grouped():
     layer = nn.ConvTranspose1d(4, 4, 3, groups=2, bias=False)
-    mesh = init_device_mesh("cpu", (WORLD,))
-    rows = layer.weight.detach().chunk(WORLD)[dist.get_rank()].clone()
-    placed = DTensor.from_local(rows, mesh, [_StridedShard(0, split_factor=1)], run_check=False)
-    layer.weight = nn.Parameter(placed)
+    layer.weight = strided(layer.weight)
     return layer
 
 
-def everything(rank):
-    return {
-        "penalty": gradient_of_a_penalty(rank, dist.group.WORLD),
-        "compiled": compiled_wrapper(rank),
-        "strided": strided_shards(rank),
-        "loaded": loads_into_a_sharded_model(),
-        "infinite": refuses_what_one_rank_has(),
-        "refusals": refusals(),
-    }
-
-
-@pytest.fixture(scope="module")
-def results():
-    return on_ranks(WORLD, everything)
-
-
-def test_second_derivatives_of_a_sum_over_ranks(results):
-    torch.testing.assert_close(torch.cat([r["penalty"] for r in results]), expected_penalty())
-
-
-def test_a_compiled_wrapper_is_initialized_on_the_batches_of_all_ranks(results):
-    first, second = (result["compiled"] for result in results)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
-def test_strided_shards_hold_whole_units(results):
-    torch.testing.assert_close(torch.cat([r["strided"] for r in results]), whole_rows())
-
-
-def test_a_transposed_convolution_is_loaded_into_a_sharded_model(results):
-    for result in results:
-        torch.testing.assert_close(*result["loaded"])
-
-
-def test_a_weight_that_is_not_finite_on_one_rank_is_refused_on_all(results):
-    for result in results:
-        assert "0.weight" in result["infinite"]
-
-
-def test_refusals(results):
-    for result in results:
-        messages = result["refusals"]
+def test_refusals():
+    for messages in on_ranks(WORLD, refusals):
         assert "call weight_norm_model first, then wrap the model" in messages["DDP"]
         assert "fully_shard instead" in messages["FSDP1"]
         assert "which rows this rank has is not known" in messages["groups"]

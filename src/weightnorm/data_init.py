@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +33,13 @@ from weightnorm import layers
 from weightnorm._distributed import Group, moments_over_ranks
 from weightnorm._dtensor import refuse_sharded
 from weightnorm._torch_private import tree_leaves
-from weightnorm._units import Units, exact_dtype
+from weightnorm._units import exact_dtype
 from weightnorm.folding import refuse_folded
 from weightnorm.init_report import InitReport, LayerInit
 from weightnorm.inspection import is_weight_normed, normalized_weight
 from weightnorm.mean_only import Centered, unit_count
 
-TargetStd = float | Mapping[str, float]
-Backups = list[tuple[Tensor, Tensor]]
+Std = float | Mapping[str, float]
 
 _DEAD = 1e-6
 """A unit with σ below this fraction of |μ| is constant up to rounding, and has no scale."""
@@ -54,7 +53,7 @@ _RUNS = 4
 def data_dependent_init(
     model: nn.Module,
     *batch: Any,
-    target_std: TargetStd = 1.0,
+    target_std: Std = 1.0,
     group: Group = None,
     forward: Callable[..., object] | None = None,
 ) -> InitReport:
@@ -95,17 +94,32 @@ def data_dependent_init(
         wrapped = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
         group = next((module.process_group for module in wrapped), None)
     initializer = _Initializer(model, batch, target_std, group)
-    buffers = _Buffers(model)
-    try:
-        with initializer, _uncompiled():
+    with _keep_buffers(model), _uncompiled(), initializer.hooks():
+        try:
             (model if forward is None else forward)(*batch)
-    except BaseException:
-        _restore(initializer.backups)
-        raise
-    finally:
-        buffers.restore()
+        except BaseException:
+            _restore(initializer.saved)
+            raise
     rows = initializer.rows
     return InitReport((*rows.values(), *_not_run(model, rows)))
+
+
+@contextmanager
+def _keep_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model in place, also those that it replaces."""
+    saved = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if not isinstance(buffer, UninitializedBuffer)
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in saved:
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
@@ -116,67 +130,48 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return stance
 
 
-class _Buffers:
-    """The buffers of a model: restored in place, also those that the model has replaced."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._saved = [
-            (module, name, buffer, None if buffer is None else buffer.clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if not isinstance(buffer, UninitializedBuffer)
-        ]
-
-    def restore(self) -> None:
-        for module, name, buffer, value in self._saved:
-            module._buffers[name] = buffer
-            if buffer is not None and value is not None:
-                buffer.copy_(value)
-
-
 class _Initializer:
-    """Context manager whose forward hooks set each layer while the model runs."""
+    """Sets every layer, in forward hooks, while the model runs."""
 
-    def __init__(self, model: nn.Module, batch: Any, target_std: TargetStd, group: Group) -> None:
+    def __init__(self, model: nn.Module, batch: Any, target_std: Std, group: Group) -> None:
         self.names = {module: name for name, module in target_layers(model)}
         self.targets = layers.per_layer(list(self.names.values()), target_std, "target_std")
-        self.owners = layers.parameter_owners(model)
+        self.sharing = layers.sharing(model)
         self.batch, self.group = batch, group
         self.rows: dict[nn.Module, LayerInit] = {}
-        self.backups: Backups = []
-        self._entered: dict[nn.Module, tuple[Any, Any]] = {}
+        self.saved: list[tuple[Tensor, Tensor]] = []
+        """The parameters of the layers that were set, and their values before."""
+        self._inputs: dict[nn.Module, tuple[Any, Any]] = {}
         self._running_again = False
-        self._hooks: list[Any] = []
 
-    def __enter__(self) -> None:
+    def hooks(self) -> ExitStack:
+        """Register the hooks; the context that is returned removes them."""
+        stack = ExitStack()
         for module in self.names:
             # Before other hooks, which may change the inputs: they run again with the layer.
-            before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-            after = module.register_forward_hook(self._after)
-            self._hooks += [before, after]
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+            stack.enter_context(
+                module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            )
+            stack.enter_context(module.register_forward_hook(self._after))
+        return stack
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._running_again:
-            self._entered[module] = (args, kwargs)
+            self._inputs[module] = (args, kwargs)
 
     def _after(self, module: nn.Module, _: Any, output: Any) -> Any:
         if self._running_again:
             return None
-        inputs = self._entered.pop(module, ((), {}))
+        inputs = self._inputs.pop(module, ((), {}))
         if module in self.rows:
             return None
         name, layer = self.names[module], layer_of(module)
         if reason := self._cannot_set(layer, output):
             self.rows[module] = _skipped(name, layer, reason)
             return None
-
         self._running_again = True
         try:
-            run = _LayerRun(module, name, inputs, output, self.group)
+            run = _LayerRun(module, name, self.targets[name], inputs, output, self.group)
             output, self.rows[module] = self._set_layer(run)
         finally:
             self._running_again = False
@@ -187,69 +182,52 @@ class _Initializer:
 
         See Note [what is reported was measured]. The device is read once for each run.
         """
-        target, saved = self.targets[run.name], len(self.backups)
+        saved = [(p, p.clone()) for p in layers.own_parameters(run.layer)]
+        self.saved += saved
         before = after = run.moments(run.output)
-        rounding: Tensor | None = None
+        rounding = torch.full_like(before.mean, torch.inf)
         for _ in range(_RUNS):
-            change = _change_layer(run, after, target, self.backups)
+            dead, moved = run.rescale(after)
             # Keep the smaller tolerance, or a layer that ignores its weight would pass in the end.
-            rounding = change.rounding if rounding is None else rounding.minimum(change.rounding)
+            rounding = rounding.minimum(moved)
             output = run.again()
             after = run.moments(output)
-            measured = _read(run, before, after, change.dead, rounding, target)
-            if measured.total <= run.positions:
+            count, deviation, row = run.read(before, after, dead, rounding)
+            if count <= run.positions:
                 raise ValueError(
-                    f"layer {run.name!r} saw {int(measured.total) // max(run.positions, 1)} "
-                    "example(s): a standard deviation needs two or more; initialize on a larger "
-                    "batch (the paper's code uses 500)"
+                    f"layer {run.name!r} saw {int(count) // max(run.positions, 1)} example(s): a "
+                    "standard deviation needs two or more; initialize on a larger batch (the "
+                    "paper's code uses 500)"
                 )
-            if not measured.is_finite:
-                raise ValueError(_origin(run.name, run.inputs, self.batch))
-            if measured.deviation <= _TOLERANCE:  # NaN is not
-                return output, measured.row
-        _restore(self.backups[saved:])
-        del self.backups[saved:]
+            if not math.isfinite(row.mean_before + row.std_before):
+                raise ValueError(_origin(run, self.batch))
+            if deviation <= _TOLERANCE:  # NaN is not
+                return output, row
+        _restore(saved)
         reason = (
             "rescaling its weight did not bring the std to the target: it stays "
-            f"{measured.row.std_before:.3g}"
+            f"{row.std_before:.3g}"
         )
         return run.output, _skipped(run.name, run.layer, reason)
 
     def _cannot_set(self, layer: Any, output: Any) -> str:
         """Return why this layer is skipped; "" if it can be set."""
         if not isinstance(output, Tensor) or not output.is_floating_point():
-            return f"its output is not a floating-point tensor ({_described(output)})"
+            what = output.dtype if isinstance(output, Tensor) else type(output).__name__
+            return f"its output is not a floating-point tensor ({what})"
         axis = _unit_axis(layer, output)
         if axis < 0 or output.shape[axis] != unit_count(layer):
             return f"its output of shape {tuple(output.shape)} has no axis of its units"
-        if not is_weight_normed(layer, "weight") and layer._parameters.get("weight") is None:
-            return "its weight is computed by another parametrization or hook"
-        if layer.bias is not None and layer._parameters.get("bias") is None:
-            return "its bias is computed by another parametrization or hook"
-        if is_frozen(layer):
-            return "it is frozen: its g, weight or bias requires no gradient"
-        return self._shared_with(layer)
-
-    def _shared_with(self, layer: nn.Module) -> str:
-        """Return a reason if a parameter belongs to a module that ran, or that is not a target."""
+        if reason := refusal(layer):
+            return reason
         targets = {layer_of(module): module for module in self.names}
-        for parameter in layers.own_parameters(layer):
-            for name, other in self.owners.get(layers.memory_key(parameter), ()):
-                if other is layer:
-                    continue
-                if other not in targets:
-                    kind = type_before_parametrizations(other).__name__
-                    return f"shares a parameter with {name!r} ({kind}), which would change too"
-                if targets[other] in self.rows:
-                    return f"shares a parameter with {name!r}, which ran first"
+        for name, other in self.sharing.get(layer, ()):
+            if other not in targets:
+                kind = type_before_parametrizations(other).__name__
+                return f"shares a parameter with {name!r} ({kind}), which would change too"
+            if targets[other] in self.rows:
+                return f"shares a parameter with {name!r}, which ran first"
         return ""
-
-
-def is_frozen(layer: Any) -> bool:
-    """Return whether a parameter that would be set, g or w and b, requires no gradient."""
-    normalized = is_weight_normed(layer, "weight")
-    scale = normalized_weight(layer, "weight").stored.g if normalized else layer.weight
-    return not (scale.requires_grad and (layer.bias is None or layer.bias.requires_grad))
 
 
 class _Moments(NamedTuple):
@@ -266,6 +244,7 @@ class _LayerRun(NamedTuple):
 
     module: nn.Module
     name: str
+    target: float
     inputs: tuple[Any, Any]
     output: Tensor
     group: Group
@@ -282,9 +261,7 @@ class _LayerRun(NamedTuple):
     @property
     def positions(self) -> int:
         """How many outputs of one example a unit has in space."""
-        axis = _unit_axis(self.layer, self.output)
-        is_conv = isinstance(self.layer, layers.Conv)
-        return math.prod(self.output.shape[axis + 1 :]) if is_conv else 1
+        return math.prod(self.output.shape[_unit_axis(self.layer, self.output) + 1 :])
 
     def again(self) -> Tensor:
         """Run the layer again on the same inputs."""
@@ -307,119 +284,98 @@ class _LayerRun(NamedTuple):
         mean, variance, total = moments_over_ranks(mean, variance, count, self.group)
         return _Moments(mean, variance.sqrt(), total)
 
+    def rescale(self, now: _Moments) -> tuple[Tensor, Tensor]:
+        """Set weight and bias so that mean and std `now` become 0 and the target.
 
-class _Change(NamedTuple):
-    """What was done to a layer, per unit."""
+        Returns, per unit, whether it is dead, and how far rounding may move its mean.
+        """
+        if self.is_centered:  # whose outputs do not show how large t is, and so what is rounding
+            now = self.moments(self.layer(*self.inputs[0], **self.inputs[1]))
+        bias: Tensor | None = self.layer.bias
+        old_bias = torch.zeros_like(now.mean) if bias is None else bias.to(now.mean, copy=True)
+        t_mean = now.mean - old_bias
+        dead = now.std <= _DEAD * t_mean.abs()
+        scale = torch.where(dead, 1.0, self.target / torch.where(dead, 1.0, now.std))
+        _scale_weight(self.layer, scale)
+        if bias is not None:
+            bias.copy_(torch.where(dead, old_bias, 0.0 if self.is_centered else -t_mean * scale))
+        torch.clear_autocast_cache()  # it holds casts of the former values
+        return dead, 4 * torch.finfo(self.output.dtype).eps * t_mean.abs() * scale
 
-    dead: Tensor
-    rounding: Tensor
-    """How far rounding may move a unit's mean."""
-
-
-def _change_layer(run: _LayerRun, now: _Moments, target: float, backups: Backups) -> _Change:
-    """Scale the weight and set the bias so that mean and std `now` become 0 and `target`."""
-    if run.is_centered:  # whose outputs do not show how large t is, and so what is rounding
-        now = run.moments(run.layer(*run.inputs[0], **run.inputs[1]))
-    bias: Tensor | None = run.layer.bias
-    old_bias = torch.zeros_like(now.mean) if bias is None else bias.to(now.mean.dtype, copy=True)
-    t_mean = now.mean - old_bias
-    dead = now.std <= _DEAD * t_mean.abs()
-    scale = torch.where(dead, 1.0, target / torch.where(dead, 1.0, now.std))
-    _scale_weight(run.layer, scale, backups)
-    if bias is not None:
-        backups.append((bias, bias.clone()))
-        bias.copy_(torch.where(dead, old_bias, 0.0 if run.is_centered else -t_mean * scale))
-    torch.clear_autocast_cache()  # it holds casts of the former values
-    return _Change(dead, 4 * torch.finfo(run.output.dtype).eps * t_mean.abs() * scale)
-
-
-class _Measured(NamedTuple):
-    """What was read from the device about one layer."""
-
-    total: float
-    is_finite: bool
-    deviation: float
-    """Largest deviation of a unit's mean and std from the target, as a fraction of the target."""
-    row: LayerInit
-
-
-def _read(
-    run: _LayerRun,
-    before: _Moments,
-    after: _Moments,
-    dead_units: Tensor,
-    rounding: Tensor,
-    target: float,
-) -> _Measured:
-    """Read everything about a layer from the device at once."""
-    live = (~dead_units).to(before.mean.dtype)
-    units = live.sum().clamp_min(1)
-    means = [(x * live).sum() / units for x in (*before[:2], *after[:2])]
-    excess = (after.std - target).abs()
-    if run.layer.bias is not None or run.is_centered:
-        excess = torch.maximum(excess, after.mean.abs())
-    excess = ((excess - rounding).clamp_min(0) * live / target).amax()
-    is_finite = (before.mean.isfinite() & before.std.isfinite()).all().to(excess.dtype)
-    numbers = torch.stack([is_finite, excess, *means])
-    total, finite, deviation, *rest = _to_host(torch.cat([before.total, numbers, 1 - live]))
-    mean_before, std_before, mean_after, std_after, *dead = rest
-    row = LayerInit(
-        name=run.name,
-        kind=type_before_parametrizations(run.layer).__name__,
-        units=len(live),
-        mean_before=mean_before,
-        std_before=std_before,
-        mean_after=mean_after,
-        std_after=std_after,
-        target_std=target,
-        dead=tuple(i for i, is_dead in enumerate(dead) if is_dead),
-        centers=run.layer.bias is not None or run.is_centered,
-    )
-    return _Measured(total, bool(finite), deviation, row)
-
-
-def _to_host(numbers: Tensor) -> list[float]:
-    """Copy numbers from the device: the only place that waits for it."""
-    values: list[float] = numbers.tolist()
-    return values
-
-
-def _origin(name: str, inputs: Any, batch: Any) -> str:
-    """Name the first place where NaN or infinity is found, given a layer whose output has some."""
-    if not _all_finite(batch):
-        return "the init batch contains NaN or infinity: remove those examples"
-    if not _all_finite(inputs):
-        return (
-            f"layer {name!r} received NaN or infinity, though the init batch has none: check the "
-            "modules before it"
+    def read(
+        self, before: _Moments, after: _Moments, dead: Tensor, rounding: Tensor
+    ) -> tuple[float, float, LayerInit]:
+        """Read from the device, at once: the count of a unit's outputs, the largest deviation of
+        its mean and std as a fraction of the target std, and the row of the report."""
+        centers = self.layer.bias is not None or self.is_centered
+        live = (~dead).to(before.mean.dtype)
+        units = live.sum().clamp_min(1)
+        means = [(x * live).sum() / units for x in (*before[:2], *after[:2])]
+        excess = (after.std - self.target).abs()
+        if centers:
+            excess = torch.maximum(excess, after.mean.abs())
+        excess = ((excess - rounding).clamp_min(0) * live / self.target).amax()
+        numbers = torch.cat([before.total, torch.stack([excess, *means]), 1 - live])
+        count, deviation, mean_before, std_before, mean_after, std_after, *flags = numbers.tolist()
+        row = LayerInit(
+            name=self.name,
+            kind=type_before_parametrizations(self.layer).__name__,
+            units=len(live),
+            mean_before=mean_before,
+            std_before=std_before,
+            mean_after=mean_after,
+            std_after=std_after,
+            target_std=self.target,
+            dead=tuple(i for i, is_dead in enumerate(flags) if is_dead),
+            centers=centers,
         )
-    return (
-        f"layer {name!r} gave NaN or infinity for a finite input: check its parameters (and, with "
-        "a process group, the batches of the other ranks)"
-    )
+        return count, deviation, row
 
 
-def _scale_weight(layer: nn.Module, scale: Tensor, backups: Backups) -> None:
+def _scale_weight(layer: nn.Module, scale: Tensor) -> None:
     """Multiply each unit's weight vector by its scale: g if every unit has one, else w."""
     units = layers.units_of(layer)
+
+    def scaled(w: Tensor) -> Tensor:
+        return (w * units.spread(scale.view(units.shape(w.shape)), w)).to(w.dtype)
+
     if not is_weight_normed(layer, "weight"):
         weight = layer.get_parameter("weight")
-        backups.append((weight, weight.clone()))
-        weight.copy_(_scaled(weight, scale, units))
+        weight.copy_(scaled(weight))
         return
     normalized = normalized_weight(layer, "weight")
     v, g = normalized.stored
-    backups.extend([(v, v.clone()), (g, g.clone())])
     if g.shape == units.shape(v.shape):
-        scale = scale.view(g.shape).to(g.dtype)
-        g.add_(scale.log()) if normalized.is_log else g.mul_(scale)
+        factor = scale.view(g.shape).to(g.dtype)
+        g.add_(factor.log()) if normalized.is_log else g.mul_(factor)
     else:
-        normalized.write(_scaled(normalized.weight(), scale, units))
+        normalized.write(scaled(normalized.weight()))
 
 
-def _scaled(w: Tensor, scale: Tensor, units: Units) -> Tensor:
-    """Return w with each unit's weight vector multiplied by its scale."""
-    return (w * units.spread(scale.view(units.shape(w.shape)), w)).to(w.dtype)
+def _origin(run: _LayerRun, batch: Any) -> str:
+    """Name the first place where NaN or infinity is found, given a layer whose output has some."""
+    if not _all_finite(batch):
+        return "the init batch contains NaN or infinity: remove those examples"
+    if not _all_finite(run.inputs):
+        return (
+            f"layer {run.name!r} received NaN or infinity, though the init batch has none: check "
+            "the modules before it"
+        )
+    return (
+        f"layer {run.name!r} gave NaN or infinity for a finite input: check its parameters (and, "
+        "with a process group, the batches of the other ranks)"
+    )
+
+
+def _all_finite(tree: Any) -> bool:
+    tensors = [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+    return all(x.isfinite().all() for x in tensors if x.is_floating_point())
+
+
+def _restore(saved: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in saved:
+        tensor.copy_(value)
+    torch.clear_autocast_cache()
 
 
 def check_writable(model: nn.Module, function: str) -> None:
@@ -445,6 +401,19 @@ def target_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def layer_of(module: nn.Module) -> Any:
     """Return the layer itself: the inner one of mean-only batch norm around a layer."""
     return module.layer if isinstance(module, Centered) else module
+
+
+def refusal(layer: Any) -> str:
+    """Return why weight and bias of a layer cannot be set; "" if they can."""
+    normalized = is_weight_normed(layer, "weight")
+    if not normalized and layer._parameters.get("weight") is None:
+        return "its weight is computed by another parametrization or hook"
+    if layer.bias is not None and layer._parameters.get("bias") is None:
+        return "its bias is computed by another parametrization or hook"
+    scale = normalized_weight(layer, "weight").stored.g if normalized else layer.weight
+    if not (scale.requires_grad and (layer.bias is None or layer.bias.requires_grad)):
+        return "it is frozen: its g, weight or bias requires no gradient"
+    return ""
 
 
 def _unit_axis(layer: nn.Module, output: Tensor) -> int:
@@ -476,18 +445,3 @@ def _not_run(model: nn.Module, done: Mapping[nn.Module, LayerInit]) -> Iterator[
 
 def _skipped(name: str, layer: nn.Module, reason: str) -> LayerInit:
     return LayerInit(name, type_before_parametrizations(layer).__name__, skipped=reason)
-
-
-def _described(output: Any) -> str:
-    return str(output.dtype) if isinstance(output, Tensor) else type(output).__name__
-
-
-def _all_finite(tree: Any) -> bool:
-    tensors = [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-    return all(x.isfinite().all() for x in tensors if x.is_floating_point())
-
-
-def _restore(saved: Backups) -> None:
-    for tensor, value in reversed(saved):
-        tensor.copy_(value)
-    torch.clear_autocast_cache()

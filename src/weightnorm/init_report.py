@@ -31,16 +31,17 @@ class LayerInit:
     """Why the layer was left as it was; empty if it was initialized."""
 
     @property
-    def cells(self) -> tuple[str, ...]:
-        """The row of the table, as strings; of a skipped layer only name, class and reason."""
+    def columns(self) -> str:
+        """The columns of the table after name and class."""
         if self.skipped:
-            return self.name, self.kind, f"skipped: {self.skipped}"
-        notes = [f"{len(self.dead)} dead: {_shortened(self.dead)}"] if self.dead else []
-        notes += [] if self.centers else ["no bias: the mean stays"]
+            return f"skipped: {self.skipped}"
         after = round(self.mean_after, 3) + 0.0  # not -0
-        numbers = (self.mean_before, self.std_before, after, self.std_after, self.target_std)
-        cells = (self.name, self.kind, str(self.units), *(f"{x:.3g}" for x in numbers))
-        return *cells, "; ".join(notes)
+        moments = (self.mean_before, self.std_before, after, self.std_after, self.target_std)
+        columns = f"{self.units:>5}" + "".join(f"{x:>11.3g}" for x in moments)
+        if self.dead:
+            shown = ", ".join(map(str, self.dead[:8])) + ", …" * (len(self.dead) > 8)
+            columns += f"  {len(self.dead)} dead: {shown}"
+        return columns if self.centers else f"{columns}  no bias: the mean stays"
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,9 @@ class InitReport:
         return iter(self.layers)
 
     def __str__(self) -> str:
-        head = ("layer", "kind", "units", "mean", "std", "mean after", "std after", "target", "")
-        rows = [head, *(layer.cells for layer in self.layers)]
-        full = [row for row in rows if len(row) == len(head)]
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        widths += [max(len(row[i]) for row in full) for i in range(2, len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 2 or i == len(row) - 1 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-            ).rstrip()
-            for row in rows
-        ]
+        columns = ("mean", "std", "mean after", "std after", "target")
+        head = "units" + "".join(f"{column:>11}" for column in columns)
+        rows = [("layer", "kind", head), *((row.name, row.kind, row.columns) for row in self)]
+        name, kind = (max(len(row[i]) for row in rows) for i in (0, 1))
+        lines = [f"{row[0]:<{name}}  {row[1]:<{kind}}  {row[2]}" for row in rows]
         return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
-
-
-def _shortened(units: tuple[int, ...], most: int = 8) -> str:
-    shown = ", ".join(map(str, units[:most]))
-    return f"{shown}, …" if len(units) > most else shown

@@ -275,15 +275,19 @@ def memory_key(parameter: Tensor) -> tuple[int, int]:
     return parameter.untyped_storage()._cdata, int(parameter.storage_offset())
 
 
-def parameter_owners(model: nn.Module) -> dict[tuple[int, int], list[tuple[str, nn.Module]]]:
-    """Map the memory of each parameter to the modules (path, module) that own it; tied parameters
-    have several."""
+def sharing(model: nn.Module) -> dict[nn.Module, list[tuple[str, nn.Module]]]:
+    """Map each module with parameters to the others, (path, module), that have one of them too."""
     owners: dict[tuple[int, int], list[tuple[str, nn.Module]]] = {}
     for path, module in modules_of(model):
         for parameter in own_parameters(module):
             if not is_lazy(parameter):
                 owners.setdefault(memory_key(parameter), []).append((path, module))
-    return owners
+    found: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
+    for modules in owners.values():
+        for _, module in modules:
+            others = [(path, other) for path, other in modules if other is not module]
+            found.setdefault(module, []).extend(others)
+    return found
 
 
 def linear_map(layer: nn.Module, x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -114,16 +114,24 @@ class _MeanOnlyBatchNorm(nn.Module):
                 f"{type(self).__name__} got an input of shape {tuple(t.shape)}; expected {expected}"
                 f" with {self.num_features} features along axis 1"
             )
-        mean = self.running_mean
-        if mean is None or self.training:
-            mean = self.batch_mean(*_sum_and_count(t, 1))
-            self.update(mean, t.numel())
-        shift = -mean if self.bias is None else self.bias - mean
-        return t + shift.to(t.dtype).view(-1, *[1] * (t.ndim - 2))
+        return t + _along(_shift(self.bias, self.mean(t, 1)), t, 1)
 
-    def batch_mean(self, total: Tensor, count: int) -> Tensor:
-        """Return the batch mean, from its sum and count on all ranks."""
-        return mean_over_ranks(total, count, self.group)
+    @property
+    def fixed_mean(self) -> Tensor | None:
+        """The running mean in evaluation; None where the mean of the batch is subtracted."""
+        return None if self.training else self.running_mean
+
+    def mean(self, t: Tensor, axis: int, added: Tensor | None = None) -> Tensor:
+        """Return the mean to subtract from `t`, of the features along `axis`, before `added` was
+        added: of the batch on all ranks, in float32 or wider, or the running mean."""
+        if (mean := self.fixed_mean) is not None:
+            return mean
+        axes = [d for d in range(t.ndim) if d != axis]
+        total, count = t.sum(axes, dtype=wide_dtype(t.dtype)), t.numel() // max(t.shape[axis], 1)
+        total = total if added is None else total - count * added
+        mean = mean_over_ranks(total, count, self.group)
+        self.update(mean, count)
+        return mean
 
     def update(self, mean: Tensor, count: int) -> None:
         """Update the running mean by that of a batch, in training mode."""
@@ -155,9 +163,8 @@ class _MeanOnlyBatchNorm(nn.Module):
             raise ValueError("without running statistics there is no fixed mean to fold")
         layer = copy.deepcopy(layer)
         with torch.no_grad():
-            bias = -self.running_mean if self.bias is None else self.bias - self.running_mean
             own = getattr(layer, "bias", None)
-            bias = bias.to(layer.weight.dtype)  # type: ignore[arg-type]
+            bias = _shift(self.bias, self.running_mean).to(layer.weight.dtype)  # type: ignore[arg-type]
             layer.bias = nn.Parameter(bias if own is None else own + bias)
         return layer
 
@@ -208,9 +215,8 @@ class Centered(nn.Module):
         x = inputs[0]
         _check_batched(layer, x)
         weight: Any = layer.weight
-        mean = None if norm.training else norm.running_mean
-        if mean is not None:
-            return layers.linear_map(layer, x, weight=weight, bias=self._shift(mean))
+        if (mean := norm.fixed_mean) is not None:
+            return layers.linear_map(layer, x, weight=weight, bias=_shift(self.bias, mean))
         axes = output_axes(layer, x.shape)
         count = 0 if axes is None else output_count(layer, x.shape, axes)
         # Reading the input costs less than reading the output: from the input it is read once, its
@@ -222,28 +228,19 @@ class Centered(nn.Module):
             return self._center_outputs(t, None)
         with no_autocast(x):
             total = sum_outputs(layer, x, weight, axes)
-        mean = norm.batch_mean(total, count)
-        t = layers.linear_map(layer, x, weight=weight, bias=self._shift(mean))
+        mean = mean_over_ranks(total, count, norm.group)
+        t = layers.linear_map(layer, x, weight=weight, bias=_shift(self.bias, mean))
         norm.update(mean, count)  # last: a batch that raises an error does not count
         return t
 
     def _center_outputs(self, t: Tensor, added: Tensor | None) -> Tensor:
         """Return t̃ from outputs t to which the layer has `added` b; without b, t is ours."""
-        norm, units = self.norm, 1 if isinstance(self.layer, layers.Conv) else t.ndim - 1
         _check_batched(self.layer, t)
-        mean = None if norm.training else norm.running_mean
-        if mean is None:
-            total, count = _sum_and_count(t, units)
-            mean = norm.batch_mean(total if added is None else total - count * added, count)
-            norm.update(mean, count)
-        shift = self._shift(mean) if added is None else -mean
-        shift = shift.to(t.dtype).view(-1, *[1] * (t.ndim - 1 - units))
+        axis = 1 if isinstance(self.layer, layers.Conv) else t.ndim - 1
+        mean = self.norm.mean(t, axis, added)
+        shift = _along(_shift(self.bias, mean) if added is None else -mean, t, axis)
         # In place is twice as fast; under vmap the shift may have an axis that t has not.
         return t.add_(shift) if added is None and is_eager(t) else t + shift
-
-    def _shift(self, mean: Tensor) -> Tensor:
-        """b − μ."""
-        return -mean if self.bias is None else self.bias - mean
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -309,11 +306,14 @@ def update_running_means(
             norm.momentum = momentum
 
 
-def _sum_and_count(t: Tensor, axis: int) -> tuple[Tensor, int]:
-    """Return the sum of each feature over every other axis, in float32 or wider, and how many
-    numbers it is over."""
-    axes = [d for d in range(t.ndim) if d != axis]
-    return t.sum(axes, dtype=wide_dtype(t.dtype)), t.numel() // max(t.shape[axis], 1)
+def _shift(bias: Tensor | None, mean: Tensor) -> Tensor:
+    """b − μ."""
+    return -mean if bias is None else bias - mean
+
+
+def _along(shift: Tensor, t: Tensor, axis: int) -> Tensor:
+    """Return one number per feature so that it broadcasts to t, whose features are along `axis`."""
+    return shift.to(t.dtype).view(-1, *[1] * (t.ndim - 1 - axis))
 
 
 def norm_rank(layer: nn.Module) -> int:

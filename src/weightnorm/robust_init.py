@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from weightnorm import layers
 from weightnorm._units import Units, wide_dtype
-from weightnorm.data_init import check_writable, is_frozen, layer_of, target_layers
+from weightnorm.data_init import check_writable, layer_of, refusal, target_layers
 from weightnorm.functional import compose
 from weightnorm.inspection import is_weight_normed, normalized_weight
 
@@ -51,7 +51,8 @@ def robust_init(
     Returns:
         g of every layer that was set, by name. Layers that share a weight are set once, under the
         first name. Not set are layers that share a weight with another kind of module, such as an
-        embedding, layers whose weight another parametrization or hook computes, and frozen ones.
+        embedding, layers whose weight or bias another parametrization or hook computes, and frozen
+        ones.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     >>> robust_init(model, gain={"0": 2.0})
@@ -64,16 +65,12 @@ def robust_init(
     found = {name: layer for name, layer in targets if _is_settable(layer)}
     gains = layers.per_layer(list(found), gain, "gain")
     scales = _residual_scales(list(found), residual)
-    owners = layers.parameter_owners(model)
+    sharing = layers.sharing(model)
     lengths: dict[str, float] = {}
     done: set[nn.Module] = set()
     for name, layer in found.items():
-        sharing = {
-            owner
-            for parameter in layers.own_parameters(layer)
-            for _, owner in owners[layers.memory_key(parameter)]
-        }
-        if sharing & done or not sharing <= set(found.values()):
+        others = {other for _, other in sharing[layer]}
+        if others & done or not others <= set(found.values()):
             continue
         done.add(layer)
         fan_in, fan_out = _fans(layer)
@@ -85,13 +82,9 @@ def robust_init(
 
 
 def _is_settable(layer: nn.Module) -> bool:
-    """Return whether this is a linear layer or convolution with a plain or normalized weight that
-    is trained."""
-    if isinstance(layer, nn.Bilinear):
-        return False
-    if not is_weight_normed(layer, "weight") and layer._parameters.get("weight") is None:
-        return False
-    return not is_frozen(layer) and all(p.requires_grad for p in layers.own_parameters(layer))
+    """Return whether this is a linear layer or convolution whose parameters can all be set."""
+    is_trained = all(p.requires_grad for p in layers.own_parameters(layer))
+    return is_trained and not refusal(layer) and not isinstance(layer, nn.Bilinear)
 
 
 def _fans(layer: Any) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,15 +46,6 @@ class Finding:
         return f"{where}: {self.kind}; {self.advice}"
 
 
-class _Mistake(NamedTuple):
-    """A finding in one weight."""
-
-    weight: str
-    kind: str
-    advice: str
-    detail: str = ""
-
-
 def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer inside a framework's wrapper (accelerate's, Lightning's), which has its
     parameter groups but not its hooks and methods."""
@@ -80,52 +71,48 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
     optimizer = unwrapped(optimizer)
     form = optimizer if isinstance(optimizer, WeightNormOptimizer) else None
     found = list(find_normalized(model))
-    mistakes = [*_left_out(model, found, form)]
+    findings = [*_left_out(model, found, form)]
     for weight in found:
-        mistakes += _stale(weight)
-        mistakes += _lengths(weight.path, weight.v_norm(), weight.parts().g, _REAPPLY)
+        findings += _stale(weight)
+        findings += _lengths(weight.path, weight.v_norm(), weight.parts().g, _REAPPLY)
     if form is not None:
-        mistakes += _in_optimizer(form)
+        findings += _in_optimizer(form)
     elif optimizer is not None:
-        mistakes += _untrained_or_decayed(found, optimizer)
-    return _grouped(mistakes)
+        findings += _untrained_or_decayed(found, optimizer)
+    return _grouped(findings)
 
 
-def _grouped(mistakes: Iterable[_Mistake]) -> list[Finding]:
+def _grouped(findings: Iterable[Finding]) -> list[Finding]:
     """Return one finding for all weights with the same mistake."""
-    groups: dict[tuple[str, str], list[_Mistake]] = {}
-    for mistake in mistakes:
-        groups.setdefault((mistake.kind, mistake.advice), []).append(mistake)
-    return [
-        Finding(
-            kind,
-            tuple(each.weight for each in group if each.weight),
-            advice,
-            tuple(each.detail for each in group) if any(each.detail for each in group) else (),
+    groups: dict[tuple[str, str], Finding] = {}
+    for each in findings:
+        key = each.kind, each.advice
+        before = groups.get(key, Finding(each.kind, (), each.advice))
+        groups[key] = Finding(
+            each.kind, before.weights + each.weights, each.advice, before.details + each.details
         )
-        for (kind, advice), group in groups.items()
-    ]
+    return [*groups.values()]
 
 
 def _left_out(
     model: nn.Module, found: list[NormalizedWeight], form: WeightNormOptimizer | None
-) -> Iterator[_Mistake]:
+) -> Iterator[Finding]:
     names = {weight.path for weight in found}
     for path, module in model.named_modules():  # lazy layers, normalized once they have a shape
         names |= {f"{path}.{name}".lstrip(".") for name in pending_hooks(module)}
     plain = {id(weight.weight) for weight in form.normalized().values()} if form else set()
     if not (names or plain):
         advice = "apply weight_norm_model to it, or train it with a WeightNormOptimizer"
-        yield _Mistake("", "no weight is normalized", advice)
+        yield Finding("no weight is normalized", (), advice)
         return
     remedy = "choose it with `where` of WeightNormOptimizer" if plain else "use weight_norm_model"
     for path, layer, name in layer_weights(model):
         if path not in names and id(layer._parameters.get(name)) not in plain:
             advice = f"{remedy}, or ignore this if intended"
-            yield _Mistake(path, "not normalized, unlike other layers", advice)
+            yield Finding("not normalized, unlike other layers", (path,), advice)
 
 
-def _stale(weight: NormalizedWeight) -> Iterator[_Mistake]:
+def _stale(weight: NormalizedWeight) -> Iterator[Finding]:
     """Find writes to w under torch's hook, which overwrites the attribute in the next forward.
 
     After an optimizer step the attribute is also out of date, but that is not a user write: its
@@ -138,35 +125,35 @@ def _stale(weight: NormalizedWeight) -> Iterator[_Mistake]:
         return
     if not (attribute.is_meta or torch.allclose(attribute, weight.weight().to(attribute))):
         kind = "stale: the next forward overwrites what was written to it"
-        yield _Mistake(weight.path, kind, "write with weightnorm.init_, or through v and g")
+        advice = "write with weightnorm.init_, or through v and g"
+        yield Finding(kind, (weight.path,), advice)
 
 
 _REAPPLY = "remove weight norm and apply it again to start from ‖v‖ = |g|"
 _RETRACT = "keep ‖v‖ at its start with `retract`"
 
 
-def _lengths(path: str, norm: Tensor, g: Tensor, remedy: str) -> Iterator[_Mistake]:
+def _lengths(path: str, norm: Tensor, g: Tensor, remedy: str) -> Iterator[Finding]:
     norm, g = whole(norm).flatten(), whole(g).flatten().abs()
     if norm.is_meta:  # no values yet
         return
     if not (norm.isfinite().all() and g.isfinite().all()):
         advice = "load an earlier checkpoint and lower the learning rate"
-        yield _Mistake(path, "not finite", advice)
+        yield Finding("not finite", (path,), advice)
         return
     if dead := int(((norm <= EPS) | (g == 0)).sum()):
-        detail = f"{dead} of {len(norm)}"
-        advice = "reinitialize them, or remove them"
-        yield _Mistake(path, "dead units: v or g is zero", advice, detail)
+        kind, advice = "dead units: v or g is zero", "reinitialize them, or remove them"
+        yield Finding(kind, (path,), advice, (f"{dead} of {len(norm)}",))
     longest = (norm / g.clamp_min(EPS))[g > 0]
     if len(longest) and longest.max() > LONG:
         kind = "‖v‖ is many times |g| in some units, whose effective step is close to 0"
         advice = f"lower the learning rate, or {remedy}"
-        yield _Mistake(path, kind, advice, f"up to {longest.max():.2g} times")
+        yield Finding(kind, (path,), advice, (f"up to {longest.max():.2g} times",))
 
 
 def _untrained_or_decayed(
     found: list[NormalizedWeight], optimizer: torch.optim.Optimizer
-) -> Iterator[_Mistake]:
+) -> Iterator[Finding]:
     decay = {
         id(p): group.get("weight_decay", 0)
         for group in optimizer.param_groups
@@ -178,21 +165,21 @@ def _untrained_or_decayed(
         if left_out:
             kind = f"{' and '.join(left_out)} not in the optimizer, so not trained"
             advice = "build the optimizer after applying weight norm, from model.parameters()"
-            yield _Mistake(weight.path, kind, advice)
+            yield Finding(kind, (weight.path,), advice)
         g = weight.stored.g
         if g.requires_grad and decay.get(id(g), 0):  # optimizers skip a frozen g
             advice = "use weightnorm.param_groups, where v and g have no weight decay"
-            yield _Mistake(weight.path, _decayed(weight.is_log), advice)
+            yield Finding(_decayed(weight.is_log), (weight.path,), advice)
 
 
-def _in_optimizer(optimizer: WeightNormOptimizer) -> Iterator[_Mistake]:
+def _in_optimizer(optimizer: WeightNormOptimizer) -> Iterator[Finding]:
     options = optimizer.param_groups[0]
     is_log = options["g_scale"] == "log"
     for path, weight in optimizer.normalized().items():
         yield from _lengths(path, weight.v_norm, weight.parts.g, _RETRACT)
         if weight.decay_of_g and (is_log or options["weight_decay_on"] != "g"):
             advice = 'pass weight_decay_on="w" to decay the weight, or None'
-            yield _Mistake(path, _decayed(is_log), advice)
+            yield Finding(_decayed(is_log), (path,), advice)
 
 
 def _decayed(is_log: bool) -> str:

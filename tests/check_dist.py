@@ -32,18 +32,12 @@ VERBS = """
 from weightnorm.lab.cli import COMMANDS, EXTRAS, FOR_MAINTAINERS
 print(*(f"{x}:{EXTRAS.get(x, 'lab')}" for x in COMMANDS if x not in FOR_MAINTAINERS))
 """
-# The safetensors file is written by hand: the package itself needs numpy to write one.
 CHECKPOINT = """
-import json, torch
+import torch
+from safetensors.torch import save_file
 state = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 4)).state_dict()
 torch.save(state, "model.pt")
-header, data = {}, b""
-for key, tensor in state.items():
-    start, data = len(data), data + bytes(tensor.clone().untyped_storage())
-    header[key] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, len(data)]}
-text = json.dumps(header).encode()
-with open("model.safetensors", "wb") as file:
-    file.write(len(text).to_bytes(8, "little") + text + data)
+save_file(state, "model.safetensors")
 """
 
 

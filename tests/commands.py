@@ -65,17 +65,6 @@ def wait_for(condition, seconds: float = HANGS):
     raise AssertionError(f"the condition did not hold within {seconds} s")
 
 
-def kill_at_second_checkpoint(runs: Path, *words: object) -> None:
-    """Start a command and kill it once it has written two checkpoints."""
-    process = started(*words, "--checkpoint-seconds", 0)
-    try:
-        wait_for(lambda: process.poll() is not None or [*runs.rglob("checkpoint-previous.pt")])
-        process.kill()
-    finally:
-        process.communicate()
-    assert process.returncode == -9
-
-
 def free_port() -> int:
     """Return a free port. The system gives it to no other process, as it does above 32767."""
     while True:

@@ -99,12 +99,10 @@ def test_no_sticky_actions_no_time_limit_minimal_action_set(invaders):
     assert invaders.emulator.getFloat("repeat_action_probability") == 0
     assert invaders.emulator.getInt("max_num_frames_per_episode") == 0
     assert invaders.actions == 6
-    assert invaders.render().shape == (210, 160, 3)
 
 
 def test_single_player_games_by_names_with_dashes():
     assert {"breakout", "enduro", "seaquest", "space-invaders", "pong"} <= set(rom_paths())
     assert "combat" not in rom_paths()
-    assert len(rom_paths()) > 90
     with pytest.raises(DataError, match="no game 'combat'"):
         Atari("combat")

@@ -78,18 +78,9 @@ def test_matches_a_list_of_transitions(tmp_path, capacity, life):
     assert replay.steps > 3 * replay.slots  # it has wrapped around, more than once
 
 
-def test_sampling_is_uniform_over_the_newest_transitions(tmp_path):
-    replay, _ = start(tmp_path / "ring", 10, margin=0)
-    for number in range(33):
-        replay.append(number, 0.0, False, frame(0))
-    counts = torch.bincount(replay.sample(5000).actions)
-    assert counts.nonzero().flatten().tolist() == list(range(23, 33))
-    assert counts[23:].min() > 400
-
-
 def test_each_frame_is_stored_once(tmp_path):
-    replay = ReplayBuffer(tmp_path / "ring", 100, (84, 84), margin=5)
-    marks = np.random.default_rng(0).integers(0, 256, (109, 84, 84), np.uint8)
+    replay = ReplayBuffer(tmp_path / "ring", 20, (84, 84), margin=5)
+    marks = np.random.default_rng(0).integers(0, 256, (29, 84, 84), np.uint8)
     replay.start(marks[0])
     for mark in marks[1:]:
         replay.append(0, 0.0, False, mark)
@@ -97,8 +88,6 @@ def test_each_frame_is_stored_once(tmp_path):
     content = (tmp_path / "ring").read_bytes()
     assert all(content.count(mark.tobytes()) == 1 for mark in marks)
     assert len(content) / replay.slots == 84 * 84 + 6
-    papers_slots = 1_000_000 + 1_000_000 // 20 + 4
-    assert papers_slots * (84 * 84 + 6) <= 7.5e9
 
 
 @pytest.mark.parametrize("has_fallocate", [True, False])  # macOS and Windows have not
@@ -194,12 +183,6 @@ def test_flipped_bit_is_refused_or_never_sampled(tmp_path, steps):
             check(again, naive)
     transitions = min(steps, 12 + 3)  # those sampled, and their earlier frames
     assert refused == transitions * (15 + 6) + 15  # and the newest frame
-
-
-def test_checkpoint_does_not_grow_with_the_buffer(tmp_path):
-    for capacity in (10, 10_000):
-        replay, _ = start(tmp_path / str(capacity), capacity)
-        assert all(isinstance(value, int) for value in replay.state_dict().values())
 
 
 def test_restart_without_a_checkpoint_ignores_old_content(tmp_path):

@@ -1,4 +1,4 @@
-"""Weights as rows of units, and angles between them, against their definitions."""
+"""Weights as rows of units, their norms, and angles between them."""
 
 import math
 
@@ -8,21 +8,16 @@ from torch import nn
 
 from weightnorm import parts, weight_norm
 from weightnorm.diagnostics import effective_step, v_norms
-from weightnorm.lab.weights import direction_angle, weight_rows
+from weightnorm.lab.weights import direction_angle, mean_norms, weight_rows
 from zoo import every_layer
 
 
 @every_layer
-def test_one_row_per_output_unit(case):
-    layer = case.make()
-    rows, plain = weight_rows(weight_norm(layer)), weight_rows(case.make())
-    is_lookup = isinstance(layer, (nn.Embedding, nn.EmbeddingBag))  # not a weight by default
-    assert {name: x.shape for name, x in rows.items()} == {
-        name: x.shape for name, x in plain.items()
-    } or (is_lookup and not plain)
+def test_rows_are_units_whose_norm_is_g(case):
+    layer = weight_norm(case.make())
+    rows = weight_rows(layer)
     for name, norm in v_norms(layer).items():
-        g = effective_step(layer)[name] * norm
-        torch.testing.assert_close(rows[name].norm(dim=1), g)
+        torch.testing.assert_close(rows[name].norm(dim=1), effective_step(layer)[name] * norm)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -50,3 +45,15 @@ def test_angles_small_and_large(angle, wrapped):
     found = direction_angle(layer, before)["weight"]
     assert found[0].item() == pytest.approx(angle, rel=1e-6, abs=1e-12)
     assert found[1] == 0
+
+
+def test_means_are_over_all_units():
+    plain, normed = nn.Linear(2, 3), nn.Linear(4, 1)
+    norms = torch.cat([plain.weight.norm(dim=1), normed.weight.norm(dim=1)])
+    model = nn.Sequential(plain, weight_norm(normed, g=2.0))
+    norms[-1] = 2.0
+    found = mean_norms(model)
+    v = parts(normed).v.norm().item()
+    expected = {"w_norm": norms.mean().item(), "v_norm": v, "effective_step": 2 / v}
+    assert found == pytest.approx(expected)
+    assert mean_norms(plain).keys() == {"w_norm"}

@@ -1,7 +1,8 @@
 """Config fields common to all experiments, their validation, and the folder a run is recorded in.
 
-An experiment's Config is a frozen dataclass. The annotation of a field is also its valid range:
-`epochs: Count` is an integer from 1 up, and any other value raises a ConfigError.
+An experiment's Config is a frozen dataclass whose defaults are the paper's settings. The annotation
+of a field is also its valid range: `epochs: Count` is an integer from 1 up, and any other value
+raises a ConfigError.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import tyro
@@ -30,35 +32,17 @@ C = TypeVar("C", bound="RunConfig")
 
 
 class Range(NamedTuple):
-    """Range of a number. NaN is outside of every range."""
+    """Range of a number, limits included. NaN is outside of every range."""
 
     low: float
     high: float
-    open_low: bool = False
-    """Whether `low` itself is excluded."""
-    open_high: bool = False
-    """Whether `high` itself is excluded."""
-
-    def contains(self, value: float) -> bool:
-        above = self.low < value if self.open_low else self.low <= value
-        below = value < self.high if self.open_high else value <= self.high
-        return above and below
+    text: str = ""
 
     def __str__(self) -> str:
-        """
-        >>> print(Range(0, math.inf, True, True), "|", Range(0, math.inf, False, True))
-        a positive number | a finite number of 0 or more
-        """
-        low, high = (f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (self.low, self.high))
-        if self.high == math.inf:
-            if self.open_low and self.low == 0:
-                return "a positive number"
-            return f"a finite number of {low} or more" if self.open_high else f"{low} or more"
-        if self.open_low or self.open_high:
-            first = f"above {low}" if self.open_low else f"at least {low}"
-            return f"{first} and {'below' if self.open_high else 'at most'} {high}"
-        return f"from {low} to {high}"
+        return self.text or f"from {self.low:,} to {self.high:,}"
 
+
+TINY, LARGE = math.ulp(0.0), sys.float_info.max  # the smallest positive and the largest float
 
 Count = Annotated[int, Range(1, 10**9)]
 """A number of steps, epochs or examples."""
@@ -68,8 +52,8 @@ Several = Annotated[int, Range(2, 100_000)]
 """A number of examples whose mean and variance are taken."""
 Limit = Annotated[int, Range(2, 10**9)]
 """A number of training examples, enough for a mean and a variance."""
-Positive = Annotated[float, Range(0, math.inf, open_low=True, open_high=True)]
-Nonnegative = Annotated[float, Range(0, math.inf, open_high=True)]
+Positive = Annotated[float, Range(TINY, LARGE, "a positive number")]
+Nonnegative = Annotated[float, Range(0, LARGE, "a finite number of 0 or more")]
 Probability = Annotated[float, Range(0, 1)]
 
 
@@ -80,7 +64,7 @@ Probability = Annotated[float, Range(0, 1)]
 class RunConfig:
     """Fields of every experiment."""
 
-    preset: Literal["paper", "cpu", "demo"] = "cpu"
+    preset: Literal["paper", "cpu", "demo"] = "paper"
     """Defaults of the other fields: the paper's sizes, real data on a laptop, or one minute."""
     parameterization: Parameterization = Parameterization.WEIGHT_NORM
     """Parameterization of the weights and normalization of the pre-activations."""
@@ -97,9 +81,9 @@ class RunConfig:
     """cpu, cuda, cuda:1, mps, or auto for the fastest one available."""
     compile: bool = False
     """Compile the model with torch.compile."""
-    checkpoint_seconds: Annotated[float, Range(0, math.inf)] = 60.0
+    checkpoint_seconds: Annotated[float, Range(0, math.inf, "0 or more")] = 60.0
     """Time between checkpoints: at most this much is repeated after a kill."""
-    wait_seconds: Annotated[float, Range(0, 1e7, open_low=True)] = 300.0
+    wait_seconds: Annotated[float, Range(TINY, 1e7, "above 0 and at most 1e+07")] = 300.0
     """Time to wait for another rank before the run fails."""
     about: tyro.conf.Suppress[str] = dataclasses.field(default="", repr=False, compare=False)
     """Size and duration of a preset, for `weightnorm list`."""
@@ -116,16 +100,19 @@ class RunConfig:
     """Parameterizations that the experiment compares; it has no others."""
 
     def __post_init__(self) -> None:
-        """Raise a ConfigError for a field of the wrong type or outside of its range."""
-        own: Any = type(self)
-        for name, (kind, limits) in _annotations(own).items():
+        """Raise a ConfigError for a number outside of its range or an unknown choice."""
+        kind: Any = type(self)  # mypy takes a class for unhashable whose instances are
+        for name, optional, limits in _limits(kind):
             value = getattr(self, name)
-            shown = repr(value) if isinstance(value, str) else value
-            require(_is_instance(value, kind), name, shown, _expected(kind))
-            if limits is not None and value is not None:
-                require(limits.contains(value), name, value, str(limits))
+            if optional and value is None:
+                continue
+            if isinstance(limits, Range):
+                require(limits.low <= value <= limits.high, name, value, str(limits))
+            else:
+                require(value in limits, name, repr(value), f"one of {', '.join(limits)}")
         how, compared = self.parameterization, " or ".join(map(str, self.COMPARED))
         require(how in self.COMPARED, "parameterization", how, f"{compared} in this experiment")
+        object.__setattr__(self, "parameterization", Parameterization(how))  # also for a string
 
     @property
     def rate(self) -> float:
@@ -139,42 +126,20 @@ class RunConfig:
 
 
 @cache
-def _annotations(kind: Any) -> dict[str, tuple[Any, Range | None]]:
-    """Return the type and the range of each field."""
-    plain, annotated = (typing.get_type_hints(kind, include_extras=x) for x in (False, True))
-    return {
-        field.name: (plain[field.name], _range(annotated[field.name]))
-        for field in dataclasses.fields(kind)
-    }
+def _limits(kind: Any) -> list[tuple[str, bool, Range | tuple[str, ...]]]:
+    """Return each limited field, whether it may be None, and its range or its choices."""
 
+    def found() -> Iterator[tuple[str, bool, Range | tuple[str, ...]]]:
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            choices = typing.get_args(hint)
+            for part in (hint, *choices):  # an optional field is a union
+                for extra in getattr(part, "__metadata__", ()):
+                    if isinstance(extra, Range):
+                        yield name, NoneType in choices, extra
+            if typing.get_origin(hint) is Literal:
+                yield name, False, choices
 
-def _range(hint: Any) -> Range | None:
-    """Return the range in an annotation, which may be optional."""
-    for choice in (hint, *typing.get_args(hint)):
-        for extra in getattr(choice, "__metadata__", ()):
-            if isinstance(extra, Range):
-                return extra
-    return None
-
-
-def _is_instance(value: Any, hint: Any) -> bool:
-    """`isinstance` for the annotations that a config uses. A bool is not a number."""
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        return isinstance(value, str) and value in typing.get_args(hint)
-    if origin is UnionType or origin is typing.Union:
-        return any(_is_instance(value, choice) for choice in typing.get_args(hint))
-    if hint in (int, float):
-        numbers = (int, float) if hint is float else int
-        return isinstance(value, numbers) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _expected(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(typing.get_args(hint))
-    choices = typing.get_args(hint) or (hint,)
-    return " or ".join("none" if choice is NoneType else choice.__name__ for choice in choices)
+    return list(found())
 
 
 # — records and folders —

@@ -3,7 +3,10 @@
 The agent of Mnih et al. (2015), trained with Adamax at β₁ = 0.5 and batches of 64, in the standard
 parameterization and with weight normalization. Batch normalization, which the paper could not make
 work, can be run as well. An epoch is a number of training steps, then a number of evaluation steps.
-See docs/experiments/dqn.md for the deviations from the paper and the results.
+
+The paper does not say on how many states the network is initialized (here 500, whose action values
+have std `value_std`), nor from when ε is annealed: here from the first update, when the replay
+buffer has its first transitions. Other deviations and the results: docs/experiments/dqn.md.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -33,9 +35,9 @@ from weightnorm import (
 from weightnorm.lab.atari import Atari, Game, Pixels, Step, rom_paths
 from weightnorm.lab.config import Count, Positive, Probability, Range, RunConfig, Several
 from weightnorm.lab.environment import autocast
-from weightnorm.lab.errors import require
+from weightnorm.lab.errors import nearest, require
 from weightnorm.lab.records import RunRecord
-from weightnorm.lab.replay_buffer import ReplayBuffer, Transitions
+from weightnorm.lab.replay_buffer import HISTORY, ReplayBuffer, Transitions
 from weightnorm.lab.run import Run
 
 Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
@@ -50,19 +52,17 @@ AXES = {"games": "game"}
 PAPERS_GAMES = ("breakout", "enduro", "seaquest", "space-invaders")
 RESULTS = ("best_score", "score", "mean_q", "random_score")
 """Metrics of every result: those that `sweep --metric` accepts."""
-HISTORY = 4
-"""Frames in a state (Mnih et al. 2015)."""
 RECORDED_STEPS = 150
 """Steps of the last agent's play that are stored as pictures."""
 
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """Train a deep Q-network on an Atari game."""
+    """Train a deep Q-network on an Atari game.
 
-    # Batch size, optimizer and data-dependent initialization are the paper's (section 5.4); the
-    # number of initial states and the std of their values are ours; everything else is that of
-    # Mnih et al. (2015): DeepMind's code, and github.com/spragunr/deep_q_rl.
+    Defaults without a source are those of Mnih et al. (2015): DeepMind's code, and
+    github.com/spragunr/deep_q_rl.
+    """
 
     game: str = "space-invaders"
     """Any single-player game of ale-py, such as breakout, enduro, seaquest or space-invaders."""
@@ -75,7 +75,7 @@ class Config(RunConfig):
     width: Annotated[float, Range(0.02, 64)] = 1.0
     """Multiplier of the network's 32, 64 and 64 channels and 512 units."""
     batch_size: Several = 64
-    """Transitions per update."""
+    """Transitions per update (section 5.4)."""
     replay_size: Count = 1_000_000
     """Capacity of the replay buffer, in transitions."""
     replay_start: Count = 50_000
@@ -93,9 +93,10 @@ class Config(RunConfig):
     test_epsilon: Probability = 0.05
     """ε in evaluation."""
     init_states: Several = 500
-    """States for the data-dependent initialization; their mean value is logged every epoch."""
+    """States for the data-dependent initialization, our choice; their mean value is logged every
+    epoch."""
     value_std: Positive = 1.0
-    """Standard deviation of the initial action values over those states."""
+    """Standard deviation of the initial action values over those states (section 3)."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Data type of the networks in updates (autocast); parameters are float32."""
 
@@ -112,10 +113,8 @@ class Config(RunConfig):
         require(start + self.update_every <= self.train_steps, "replay_start", start,
                 "less than train-steps by at least update-every")  # fmt: skip
         require(size >= start, "replay_size", size, "replay-start or more")
-        if self.game not in PAPERS_GAMES:
-            known = list(rom_paths())
-            near = get_close_matches(self.game, known, 3, cutoff=0.5) or known
-            require(self.game in known, "game", self.game, f"one of ale-py's: {', '.join(near)}?")
+        if self.game not in PAPERS_GAMES:  # of which no ROM has to be looked up
+            nearest(self.game, rom_paths(), "game")
 
     @property
     def default_rate(self) -> float:
@@ -127,7 +126,7 @@ class Config(RunConfig):
         return 0.0003 if paper else 0.001
 
 
-PAPER = Config(preset="paper", about="50 million steps, replay of 1 million, 7.4 GB, a GPU, a week")
+PAPER = Config(about="50 million steps, replay of 1 million, 7.4 GB, a GPU, a week")
 CPU = replace(
     PAPER,
     preset="cpu",
@@ -179,7 +178,7 @@ class QNetwork(nn.Sequential):
         shape: tuple[int, int] = (84, 84),
         *,
         how: Parameterization = Parameterization.STANDARD,
-        width: float = 1.0,
+        width: float = Config.width,
     ) -> None:
         first, second, third, hidden = (round(n * width) for n in (32, 64, 64, 512))
         inputs = third * convolved(shape[0]) * convolved(shape[1])
@@ -265,7 +264,7 @@ def run(
                 games=evaluator.games,
                 train_score=player.score,
                 mean_q=agent.max_q(baseline.states).mean().item(),
-                loss=run.total("loss") / run.total("count"),
+                loss=run.mean("loss"),
                 epsilon=epsilon(config, replay.steps),
             )
             player.reset_score()

@@ -1,9 +1,17 @@
 """Experiment 5: a byte-level language model, with and without weight norm in the optimizer.
 
-Not in the paper: its question, whether training length and direction separately is faster, asked of
-a transformer. AdamW and Muon train the matrices of the blocks, plain or weight-normalized; Adam on
-matrices of fixed norm (Hyperball) is the third. AdamW trains everything else in all of them. See
-docs/experiments/language.md for the results.
+Not in the paper. Does training length and direction separately speed up a transformer? Compared on
+the matrices of the blocks, plain or weight-normalized; AdamW trains everything else:
+
+- AdamW, and AdamW on v and g;
+- Muon, and Muon on v with AdamW on g, at a rate of its own;
+- Muown as published (arXiv 2605.10797, github.com/kcc-lion/muown): eq. 3 gives ∇v and ∇g; Muon with
+  steps of 0.2·√max(rows, columns)·lr moves v, and Adam with the same lr moves g, which starts at
+  ‖w‖. There everything else has the same lr too, and weight decay, here 0 by default and applied
+  to w before the step, is applied after it;
+- Hyperball (arXiv 2606.16899): Adam on matrices of fixed norm.
+
+Results: docs/experiments/language.md.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from weightnorm.lab.environment import autocast
 from weightnorm.lab.errors import ConfigError, DataError, require
 from weightnorm.lab.records import RunRecord, read_json, write_json
 from weightnorm.lab.run import Run
-from weightnorm.lab.weights import direction_angle, weight_rows
+from weightnorm.lab.weights import direction_angle, mean_norms, weight_rows
 
 HELD_OUT = 10
 """One file of torch's source in this many is held out."""
@@ -42,9 +50,9 @@ AXES = {"optimizers": "optimizer"}
 
 
 def leaves_out(fields: dict[str, Any]) -> bool:
-    """Whether a sweep has no run with these fields: hyperball fixes the norm of the weights."""
+    """Whether a sweep has no run with these fields: the optimizer is one for normalized weights."""
     standard = not fields["parameterization"].normalizes_weights
-    return standard and fields["optimizer"] == "hyperball"
+    return standard and fields["optimizer"] in ("muown", "hyperball")
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,9 @@ class Config(RunConfig):
     """Only standard and weight-norm apply to this model."""
     preset: Literal["cpu", "demo"] = "cpu"
     """Defaults of the other fields: 15 to 30 minutes on one core, or a minute."""
-    optimizer: Literal["adamw", "muon", "hyperball"] = "adamw"
-    """Optimizer of the blocks' matrices. hyperball is Adam on matrices of fixed norm."""
+    optimizer: Literal["adamw", "muon", "muown", "hyperball"] = "adamw"
+    """Optimizer of the blocks' matrices. muown is Muon on v and Adam on g as published, hyperball
+    is Adam on matrices of fixed norm."""
     epochs: Count = 10
     """Evaluations: one after every `steps` steps."""
     steps: Count = 100
@@ -74,7 +83,8 @@ class Config(RunConfig):
     other_learning_rate: Positive = 0.003
     """Initial step size of embeddings, gains and the output layer."""
     length_learning_rate: Positive | None = None
-    """Initial step size of g; by default 0.005 under adamw and 0.1 under muon."""
+    """Initial step size of g; by default 0.005 under adamw, 0.1 under muon, and the learning rate
+    under muown."""
     weight_decay: Nonnegative | None = None
     """Decoupled weight decay of the blocks' matrices; by default 0.1, with weight norm 0."""
     initial_g: Literal["norm", "one"] = "norm"
@@ -96,7 +106,7 @@ class Config(RunConfig):
         super().__post_init__()
         how, normalizes = self.parameterization, self.parameterization.normalizes_weights
         require(not leaves_out(vars(self)), "parameterization", how,
-                "weight-norm: hyperball fixes the norm of the weights")  # fmt: skip
+                f"weight-norm: {self.optimizer} is for normalized weights")  # fmt: skip
         require(normalizes or not self.retract, "retract", True, "False without weight norm")
         # Without effect there: runs with other values would be copies.
         if not normalizes or self.optimizer == "hyperball":
@@ -111,15 +121,15 @@ class Config(RunConfig):
 
     @property
     def default_rate(self) -> float:
-        """The rate of the optimizer for the parameterization."""
-        if self.optimizer == "muon":
-            return 0.05 if self.parameterization.normalizes_weights else 0.02
-        return {"adamw": 0.005, "hyperball": 0.01}[self.optimizer]
+        """The best of a few rates at 300 to 1,000 steps; that of muown as muon's."""
+        muon = 0.05 if self.parameterization.normalizes_weights else 0.02
+        return {"adamw": 0.005, "muon": muon, "muown": 0.02, "hyperball": 0.01}[self.optimizer]
 
     @property
     def length_rate(self) -> float:
         """The initial step size of g; hyperball does not train g."""
-        return self.length_learning_rate or (0.1 if self.optimizer == "muon" else 0.005)
+        defaults = {"adamw": 0.005, "muon": 0.1}
+        return self.length_learning_rate or defaults.get(self.optimizer, self.rate)
 
     @property
     def decay(self) -> float:
@@ -129,7 +139,7 @@ class Config(RunConfig):
         return 0.0 if self.parameterization.normalizes_weights else 0.1
 
 
-CPU = Config(preset="cpu", about="1.9 million parameters, 1,000 steps, one core, 15 to 30 minutes")
+CPU = Config(about="1.9 million parameters, 1,000 steps, one core, 15 to 30 minutes")
 PRESETS = {
     "cpu": CPU,
     "demo": replace(
@@ -190,26 +200,20 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """Predict each byte of a text from the bytes before it.
 
-    Args:
-        width: units of the residual stream.
-        depth: blocks.
-        heads: attention heads; they divide `width` into heads of an even size.
-        context: longest text.
-
     Weights start at N(0, 1/fan_in); those that end a residual branch are divided by √(2·depth).
     """
 
     rotation: Tensor
 
-    def __init__(
-        self, width: int = 192, depth: int = 4, heads: int = 6, context: int = 256
-    ) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
+        width, heads, depth = config.width, config.heads, config.depth
         self.embedding = nn.Embedding(BYTES, width)
         self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(depth))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
-        self.register_buffer("rotation", rotations(context, width // heads), persistent=False)
+        angles = rotations(config.context, width // heads)
+        self.register_buffer("rotation", angles, persistent=False)
         nn.init.normal_(self.embedding.weight)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
@@ -341,7 +345,7 @@ def run(config: Config, console: Console | None = None, corpus: Corpus | None = 
         record_corpus(corpus, run)
         train, test = corpus.train.to(run.device), held_out(corpus, config).to(run.device)
 
-        model = Transformer(config.width, config.depth, config.heads, config.context).to(run.device)
+        model = Transformer(config).to(run.device)
         network: Any = torch.compile(model) if config.compile else model
         optimizers = build_optimizers(model, config)
         bases = [group["lr"] for group in groups_of(optimizers)]
@@ -366,10 +370,10 @@ def run(config: Config, console: Console | None = None, corpus: Corpus | None = 
                     optimizer.step()
                 run.add(nats=loss * run.batch, count=len(texts))
             run.log(
-                train_bits_per_byte=run.total("nats") / run.total("count") / log(2),
+                train_bits_per_byte=run.mean("nats") / log(2),
                 test_bits_per_byte=evaluate(network, test, config, run),
                 learning_rate=bases[0] * factor,
-                **mean_norms(model, optimizers[0], before),
+                **norms(model, optimizers[0], before),
             )
         trigram = trigram_bits_per_byte(corpus)  # of all held-out text
         return run.finish({name: run.last.get(name, trigram) for name in RESULTS})
@@ -377,20 +381,21 @@ def run(config: Config, console: Console | None = None, corpus: Corpus | None = 
 
 def build_optimizers(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
     """Return the optimizers of all parameters, that of the blocks' matrices first."""
-    matrices = [m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear)]
+    momenta = (0.9, 0.95)
+    options: dict[str, Any] = {"lr": config.rate, "weight_decay": config.decay}
+    if config.optimizer == "muown":
+        options["adjust_lr_fn"] = "match_rms_adamw"
+    elif config.optimizer != "muon":
+        options["betas"] = momenta
+    inner = {"adamw": torch.optim.AdamW, "hyperball": torch.optim.Adam}
+    kind = inner.get(config.optimizer, torch.optim.Muon)
     others = partial(torch.optim.AdamW, lr=config.other_learning_rate, weight_decay=0.0)
-    adam: dict[str, Any] = {"lr": config.rate, "betas": (0.9, 0.95)}
-    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
-        "adamw": (torch.optim.AdamW, adam),
-        "muon": (torch.optim.Muon, {"lr": config.rate}),
-        "hyperball": (torch.optim.Adam, adam),
-    }
-    inner, options = kinds[config.optimizer]
+    matrices = [m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear)]
 
     if not config.parameterization.normalizes_weights:
         chosen = {id(p) for p in matrices}
         rest = [p for p in model.parameters() if id(p) not in chosen]
-        return [inner(matrices, weight_decay=config.decay, **options), others(rest)]
+        return [kind(matrices, **options), others(rest)]
 
     if config.initial_g == "one":
         with torch.no_grad():
@@ -400,12 +405,11 @@ def build_optimizers(model: Transformer, config: Config) -> list[torch.optim.Opt
         options |= {"dim": None, "train_g": False, "retract": True}
         options |= {"project": False, "normalize_update": True}
     else:
-        options |= {"weight_decay": config.decay, "weight_decay_on": "w"}
-        options |= {"retract": config.retract}
+        options |= {"weight_decay_on": "w", "retract": config.retract}
         options["lengths"] = partial(
-            torch.optim.AdamW, lr=config.length_rate, betas=adam["betas"], weight_decay=0.0
+            torch.optim.AdamW, lr=config.length_rate, betas=momenta, weight_decay=0.0
         )
-    return [WeightNormOptimizer(model, inner, where=in_blocks, others=others, **options)]
+    return [WeightNormOptimizer(model, kind, where=in_blocks, others=others, **options)]
 
 
 def in_blocks(name: str, module: nn.Module) -> bool:
@@ -456,32 +460,26 @@ def held_out(corpus: Corpus, config: Config) -> Tensor:
     return windows(corpus.test, starts, config.context)
 
 
-@torch.no_grad()
 def evaluate(network: Any, texts: Tensor, config: Config, run: Run) -> float:
-    """Return bits per byte of held-out texts, computed by all ranks."""
-    batches = run.ranks.share(texts).split(config.batch_size)
-    sums = [torch.zeros((), device=run.device)]  # a rank may have no texts
+    """Return bits per byte of held-out texts."""
     with autocast(run.device, config.precision):
-        sums += [nats(network, batch) for batch in batches]
-    total = run.ranks.sum(torch.stack(sums).cpu().double().sum())
-    return total.item() / (len(texts) * config.context) / log(2)
+        (loss,) = run.evaluate(lambda x: nats(network, x)[None], config.batch_size, texts)
+    return loss / config.context / log(2)
 
 
 @torch.no_grad()
-def mean_norms(
+def norms(
     model: Transformer, optimizer: torch.optim.Optimizer, before: dict[str, Tensor]
 ) -> dict[str, float]:
     """Return means over the units of the blocks' matrices: ‖w‖, the angle of the last step in
     radians, and for weight norm ‖v‖ and g/‖v‖."""
-    norms = torch.cat([w.norm(dim=1) for w in weight_rows(model.blocks).values()])
     angles = torch.cat([*direction_angle(model.blocks, before).values()])
-    means = {"w_norm": norms.mean().item(), "step_angle": angles.mean().item()}
+    means = mean_norms(model.blocks) | {"step_angle": angles.mean().item()}
     if isinstance(optimizer, WeightNormOptimizer):
-        parts = optimizer.parts().values()
-        v_norm = [v.norm() if g.ndim == 0 else v.norm(dim=1, keepdim=True) for v, g in parts]
-        ratio = [(g.abs() / n).flatten() for (_, g), n in zip(parts, v_norm, strict=True)]
-        means["v_norm"] = torch.cat([n.flatten() for n in v_norm]).mean().item()
-        means["effective_step"] = torch.cat(ratio).mean().item()
+        weights = optimizer.normalized().values()
+        steps = [(weight.parts.g.abs() / weight.v_norm).flatten() for weight in weights]
+        means["v_norm"] = torch.cat([weight.v_norm.flatten() for weight in weights]).mean().item()
+        means["effective_step"] = torch.cat(steps).mean().item()
     return means
 
 

@@ -30,6 +30,9 @@ from torch import Tensor
 
 from weightnorm.lab.errors import DataError
 
+HISTORY = 4
+"""Frames in a state (Mnih et al. 2015)."""
+
 
 @dataclass(frozen=True)
 class Transitions:
@@ -68,7 +71,7 @@ class ReplayBuffer:
         capacity: int,
         shape: tuple[int, int],
         *,
-        history: int = 4,
+        history: int = HISTORY,
         margin: int | None = None,
         pin: bool = False,
     ) -> None:

@@ -7,7 +7,7 @@
             for rows in run.batches(len(data), config.batch_size):
                 loss = ...                            # one training step on run.batch examples
                 run.add(loss=loss, count=1)
-            run.log(loss=run.total("loss") / run.total("count"))
+            run.log(loss=run.mean("loss"))
         run.finish({...})
 
 A run that was killed at any moment continues from its last checkpoint when the same command is
@@ -21,7 +21,7 @@ import io
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -229,6 +229,15 @@ class Run:
         if self.ranks.rank:
             torch.manual_seed(self.config.seed + 1_000_003 * self.ranks.rank)
 
+    def initial_examples(self, examples: Tensor, count: int) -> Tensor:
+        """Return this rank's part of `count` random examples for data-dependent initialization.
+
+        From here on the ranks draw different noise.
+        """
+        chosen = self.ranks.share(torch.randperm(len(examples))[:count])
+        self.seed_by_rank()
+        return examples[chosen.to(self.device)]
+
     def restore(self, **stateful: Any) -> bool:
         """Register what a checkpoint holds, and load the latest one. False if there is none.
 
@@ -368,6 +377,23 @@ class Run:
                 saved_at = self.step
             self._stop_if(stop)
 
+    @torch.no_grad()
+    def evaluate(self, sums: Callable[..., Tensor], size: int, *data: Tensor) -> list[float]:
+        """Return means over all examples. `sums` adds up the numbers of its part of a batch.
+
+        Args:
+            sums: called with this rank's part of every batch of the data: (numbers,).
+            size: examples in a batch, over all ranks.
+            data: tensors with one row for each example.
+        """
+        totals = []
+        for batch in zip(*(x.split(size) for x in data), strict=True):
+            self.batch = len(batch[0])
+            totals.append(sums(*(self.ranks.share(x) for x in batch)))
+        total = torch.stack(totals).cpu().double().sum(0)  # one read from the device
+        means: list[float] = (self.ranks.sum(total, "an evaluation") / len(data[0])).tolist()
+        return means
+
     def parts(self, items: Sequence[T], name: str) -> Iterator[T]:
         """Iterate over work that follows the last epoch, with progress.
 
@@ -407,6 +433,10 @@ class Run:
     def total(self, name: str) -> float:
         """Return the epoch's sum over steps and ranks."""
         return self.ranks.sum(self.totals[name].clone()).item()
+
+    def mean(self, name: str) -> float:
+        """Return the epoch's sum divided by the count, over steps and ranks."""
+        return self.total(name) / self.total("count")
 
     def log(self, **metrics: Tensor | float) -> None:
         """Record an epoch: a line of metrics.jsonl, TensorBoard, and a row on the screen."""

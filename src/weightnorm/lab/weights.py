@@ -1,4 +1,4 @@
-"""Weights of a network as one row per output unit, and how far their directions move."""
+"""Weights of a network as one row per output unit: their norms, and how far they turn."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from weightnorm.diagnostics import effective_step, v_norms
 from weightnorm.inspection import find_normalized
 from weightnorm.layers import layer_weights, units_of
 
@@ -48,3 +49,12 @@ def largest_norms(model: object, count: int = 5) -> str:
     norms = {name: w.norm(dim=1).max().item() for name, w in weights.items()}
     names = sorted(norms, key=lambda name: (not math.isnan(norms[name]), -norms[name]))
     return ", ".join(f"{name} {norms[name]:.4g}" for name in names[:count])
+
+
+def mean_norms(model: nn.Module) -> dict[str, float]:
+    """Return means over the units of all weights: ‖w‖, and of normalized ones ‖v‖ and g/‖v‖."""
+    means = {"w_norm": torch.cat([w.norm(dim=1) for w in weight_rows(model).values()])}
+    if norms := v_norms(model):
+        means["v_norm"] = torch.cat([*norms.values()])
+        means["effective_step"] = torch.cat([*effective_step(model).values()])
+    return {name: x.mean().item() for name, x in means.items()}

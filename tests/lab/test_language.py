@@ -170,7 +170,7 @@ def test_muown_is_the_published_one(tmp_path):
             v, g, *_ = state[name]
             moved = g * v / v.norm(dim=1, keepdim=True) - before[name]
             found = weight.detach() - before[name]
-            assert (found - moved).norm() < 0.01 * moved.norm()  # bfloat16
+            assert (found - moved).norm() < 0.05 * moved.norm()  # orthogonalized in bfloat16
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if "hyperball" not in name])

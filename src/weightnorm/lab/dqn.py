@@ -58,11 +58,10 @@ RECORDED_STEPS = 150
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """Train a deep Q-network on an Atari game.
+    """Train a deep Q-network on an Atari game."""
 
-    Defaults without a source are those of Mnih et al. (2015): DeepMind's code, and
-    github.com/spragunr/deep_q_rl.
-    """
+    # Defaults without a source are those of Mnih et al. (2015): DeepMind's code, and
+    # github.com/spragunr/deep_q_rl.
 
     game: str = "space-invaders"
     """Any single-player game of ale-py, such as breakout, enduro, seaquest or space-invaders."""

@@ -46,11 +46,10 @@ SAMPLES, DRAWINGS = 100, 8
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """Train DRAW, a recurrent VAE with attention.
+    """Train DRAW, a recurrent VAE with attention."""
 
-    Defaults without a source are the settings that the README of github.com/jbornschein/draw gives
-    for MNIST.
-    """
+    # Defaults without a source are the settings that the README of github.com/jbornschein/draw
+    # gives for MNIST.
 
     parameterization: Parameterization = Parameterization.WEIGHT_NORM
     """Only standard and weight-norm apply to this model."""

@@ -39,8 +39,6 @@ from weightnorm.lab.records import RunRecord
 from weightnorm.lab.run import Run
 from weightnorm.lab.weights import mean_norms
 
-Wrap = Callable[[nn.Module], nn.Module]
-
 NAME = "classify"
 TITLE = "CIFAR-10 classification with five parameterizations (section 5.1)"
 METRIC = "train_error"
@@ -146,7 +144,7 @@ class ConvPoolCNN(nn.Sequential):
 
     def __init__(
         self,
-        wrap: Wrap,
+        wrap: Callable[[nn.Module], nn.Module],
         *,
         width: float = Config.width,
         channels: int = 3,

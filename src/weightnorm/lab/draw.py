@@ -35,10 +35,6 @@ METRIC = "train_negative_elbo"
 """Selects the best learning rate of a sweep, lower is better. Test bounds are not used for that."""
 RESULTS = ("train_negative_elbo", "test_negative_elbo", "test_kl")
 """Metrics of every result: those that `sweep --metric` accepts."""
-INIT_STD = 0.01
-"""Standard deviation of the initial weights and peepholes; biases are 0."""
-FILTER_TOLERANCE = 1e-4
-"""Added to the sum of a filter's weights, so that a filter outside of the image reads 0."""
 EVAL_BATCH = 500
 SAMPLES, DRAWINGS = 100, 8
 """Generated images that are stored for the report; how many of them with every step."""
@@ -153,7 +149,7 @@ class DRAW(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             else:
-                nn.init.normal_(parameter, std=INIT_STD)
+                nn.init.normal_(parameter, std=0.01)  # weights and peepholes
 
     def forward(self, x: Tensor, noise: Tensor) -> Bound:
         """Return the bound for images (B, side²), given the posterior's noise (T, B, latent)."""
@@ -235,7 +231,7 @@ class Attention(nn.Module):
 
     - its centre is (p + 1)/2 · side, in pixels, and its stride δ · (side − 1)/(N − 1);
     - filter i of an axis has mean centre + (i − N/2 + ½) · stride and variance σ²; its weights on
-      the pixels are divided by their sum + 10⁻⁴;
+      the pixels are divided by their sum + 10⁻⁴, so that one outside of the image reads 0;
     - a patch that is read is multiplied by γ, one that is written is divided by it.
     """
 
@@ -269,7 +265,7 @@ class Attention(nn.Module):
         stride, precision = (t.view(-1, 1, 1, 1) for t in (window.stride, window.precision))
         mean = window.centre[:, :, None, None] + stride * self.offsets  # (B, 2, N, 1)
         weights = (-0.5 * precision * (self.positions - mean).square()).exp()  # (B, 2, N, side)
-        y, x = (weights / (weights.sum(-1, keepdim=True) + FILTER_TOLERANCE)).unbind(1)
+        y, x = (weights / (weights.sum(-1, keepdim=True) + 1e-4)).unbind(1)
         return y, x
 
     def read(self, images: tuple[Tensor, ...], inputs: Tensor) -> Tensor:

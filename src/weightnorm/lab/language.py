@@ -36,9 +36,6 @@ from weightnorm.lab.records import RunRecord, read_json, write_json
 from weightnorm.lab.run import Run
 from weightnorm.lab.weights import direction_angle, mean_norms, weight_rows
 
-HELD_OUT = 10
-"""One file of torch's source in this many is held out."""
-
 NAME = "language"
 TITLE = "Transformer with weight norm in its optimizer (not in the paper)"
 METRIC = "train_bits_per_byte"
@@ -295,7 +292,7 @@ def is_held_out(path: str) -> bool:
     >>> [is_held_out(path) for path in ("nn/functional.py", "_ops.py")]
     [False, False]
     """
-    return hashlib.sha256(path.encode()).digest()[0] % HELD_OUT == 0
+    return hashlib.sha256(path.encode()).digest()[0] % 10 == 0
 
 
 def _tensor(text: bytes) -> Tensor:

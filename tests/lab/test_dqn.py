@@ -1,6 +1,8 @@
 """DQN: a game whose optimal values are known, each part of the algorithm, and its settings."""
 
+import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -74,25 +76,18 @@ class Lives(Corridor):
 
 
 class Counting(Corridor):
-    """Every step ends the game; its reward is the number of steps so far."""
+    """Every step ends the game; its reward is the number of steps so far. With `last`, the step
+    after that one raises."""
 
-    steps = 0
-
-    def step(self, action):
-        self.steps += 1
-        return super().step(action)._replace(reward=float(self.steps), over=True)
-
-
-class Failing(Corridor):
-    """Raises after 120 steps."""
-
-    steps = 0
+    def __init__(self, name="corridor", last=math.inf):
+        super().__init__()
+        self.steps, self.last = 0, last
 
     def step(self, action):
         self.steps += 1
-        if self.steps > 120:
+        if self.steps > self.last:
             raise RuntimeError("power failure")
-        return super().step(action)
+        return super().step(action)._replace(reward=float(self.steps), over=True)
 
 
 VALUES = {1: 0.81, 2: 0.9, 3: 1.0}
@@ -107,7 +102,7 @@ def cells(states):
 @pytest.fixture
 def config(tmp_path):
     return replace(
-        dqn.PRESETS["demo"], out=tmp_path, width=0.125, epochs=2, train_steps=700, test_steps=60,
+        dqn.PRESETS["demo"], runs=tmp_path, width=0.125, epochs=2, train_steps=700, test_steps=60,
         replay_size=400, replay_start=100, init_states=64, batch_size=32, update_every=2,
         sync_every=40, epsilon_steps=500, test_epsilon=0.0, discount=0.9, learning_rate=0.003,
         value_std=1.0, device="cpu",
@@ -363,15 +358,15 @@ def test_diverged_run_deletes_the_replay_file(config):
     for _ in range(2):  # and raises again when it is started again
         with pytest.raises(Diverged):
             dqn.run(config, game=Corridor)
-        assert list(config.out.rglob("result.json"))
-        assert not list(config.out.rglob("replay*"))
+        assert list(config.runs.rglob("result.json"))
+        assert not list(config.runs.rglob("replay*"))
 
 
 def test_damaged_or_missing_replay_file_is_refused(config):
     config = replace(config, checkpoint_seconds=0.0)
     with pytest.raises(RuntimeError, match="power failure"):
-        dqn.run(config, game=Failing)
-    (path,) = config.out.rglob("replay.bin")
+        dqn.run(config, game=partial(Counting, last=120))
+    (path,) = config.runs.rglob("replay.bin")
     content = bytearray(path.read_bytes())
     content[len(content) // 100] ^= 1  # among the first frames
     path.write_bytes(content)

@@ -149,8 +149,8 @@ def test_muown_is_the_published_one(tmp_path):
         zeros = torch.zeros_like(w), torch.zeros(len(w), 1), torch.zeros(len(w), 1)
         state[name] = [w.clone(), w.norm(dim=1, keepdim=True), *zeros]
     for step in (1, 2):
-        for p in model.parameters():
-            p.grad = torch.randn_like(p)
+        for p in model.parameters():  # far from singular: the iteration is in bfloat16
+            p.grad = torch.nn.init.orthogonal_(torch.empty(p.shape)) if p.ndim == 2 else p.detach()
         for name, weight in matrices.items():
             v, g, momentum, first, second = state[name]
             norm, grad = v.norm(dim=1, keepdim=True), weight.grad
@@ -170,7 +170,7 @@ def test_muown_is_the_published_one(tmp_path):
             v, g, *_ = state[name]
             moved = g * v / v.norm(dim=1, keepdim=True) - before[name]
             found = weight.detach() - before[name]
-            assert (found - moved).norm() < 0.05 * moved.norm()  # orthogonalized in bfloat16
+            assert (found - moved).norm() < 0.02 * moved.norm()
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if "hyperball" not in name])

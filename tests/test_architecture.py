@@ -20,13 +20,8 @@ LAYERS = [
     "_in_place", "_device_units", "_optimizer_groups", "optimizer", "diagnostics",
     "lab.errors", "lab.files", "lab.weights", "lab.data", "lab.records", "lab.config",
     "lab.environment", "lab.progress", "lab.run", "lab.atari", "lab.replay_buffer",
-<<<<<<< HEAD
-    "lab.classify", "lab.vae", "lab.draw", "lab.dqn", "lab.language",
-    "lab.statistics", "lab.results", "lab.executors", "lab.sweep", "lab.interleaved",
-=======
     "lab.classify", "lab.vae_networks", "lab.vae", "lab.draw", "lab.dqn", "lab.language",
-    "lab.statistics", "lab.results", "lab.sweep_summary", "lab.sweep", "lab.interleaved",
->>>>>>> 8f566d7 (Experiments: networks of the VAE in a file of their own, one place for each default, Muown as published)
+    "lab.statistics", "lab.results", "lab.executors", "lab.sweep", "lab.interleaved",
     "lab.pool",
     "lab.bench", "lab.claims", "lab.report", "lab.bench_output", "lab.cli",
 ]  # fmt: skip

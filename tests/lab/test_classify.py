@@ -78,7 +78,7 @@ def test_digits_are_whitened_and_enlarged():
 
 def test_precisions_are_recorded_and_not_mixed_in_a_table(tmp_path):
     small = replace(
-        classify.PRESETS["demo"], width=0.05, epochs=1, limit=20, batch_size=10, runs=tmp_path
+        classify.PRESETS["demo"], width=0.05, epochs=1, limit=20, batch_size=10, out=tmp_path
     )
     precisions = ("float32", "bfloat16")
     records = [classify.run(replace(small, precision=precision)) for precision in precisions]

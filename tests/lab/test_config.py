@@ -135,7 +135,7 @@ def test_folder_names_changed_settings():
         "runs/vae/cpu/cifar10/weight-norm/lr-0.01/seed-2"
     )
     assert where("demo", epochs=3, width=0.2).startswith("runs/vae/demo+width=0.2,epochs=3/")
-    assert where("demo", device="cpu", compile=True, runs=Path("runs")) == where("demo")
+    assert where("demo", device="cpu", compile=True, out=Path("runs")) == where("demo")
 
 
 def test_every_published_record_has_a_config_of_its_experiment():

@@ -102,7 +102,7 @@ def cells(states):
 @pytest.fixture
 def config(tmp_path):
     return replace(
-        dqn.PRESETS["demo"], runs=tmp_path, width=0.125, epochs=2, train_steps=700, test_steps=60,
+        dqn.PRESETS["demo"], out=tmp_path, width=0.125, epochs=2, train_steps=700, test_steps=60,
         replay_size=400, replay_start=100, init_states=64, batch_size=32, update_every=2,
         sync_every=40, epsilon_steps=500, test_epsilon=0.0, discount=0.9, learning_rate=0.003,
         value_std=1.0, device="cpu",
@@ -358,15 +358,15 @@ def test_diverged_run_deletes_the_replay_file(config):
     for _ in range(2):  # and raises again when it is started again
         with pytest.raises(Diverged):
             dqn.run(config, game=Corridor)
-        assert list(config.runs.rglob("result.json"))
-        assert not list(config.runs.rglob("replay*"))
+        assert list(config.out.rglob("result.json"))
+        assert not list(config.out.rglob("replay*"))
 
 
 def test_damaged_or_missing_replay_file_is_refused(config):
     config = replace(config, checkpoint_seconds=0.0)
     with pytest.raises(RuntimeError, match="power failure"):
         dqn.run(config, game=partial(Counting, last=120))
-    (path,) = config.runs.rglob("replay.bin")
+    (path,) = config.out.rglob("replay.bin")
     content = bytearray(path.read_bytes())
     content[len(content) // 100] ^= 1  # among the first frames
     path.write_bytes(content)

@@ -210,7 +210,7 @@ def test_each_weight_is_computed_once_per_sequence(tmp_path, monkeypatch):
 
     monkeypatch.setattr(DRAW, "step", logged)
     size = {"epochs": 1, "limit": 40, "batch_size": 20, "steps": 3, "hidden": 6, "latent": 2}
-    draw.run(replace(draw.PRESETS["demo"], runs=tmp_path, device="cpu", **size))
+    draw.run(replace(draw.PRESETS["demo"], out=tmp_path, device="cpu", **size))
     weights = [computed[i : i + 3] for i in range(0, len(computed), 3)]
     assert len(weights) == 2 + 1  # training steps, and one batch of the test set
     assert all(len({id(w) for w in sequence}) == 1 for sequence in weights)
@@ -219,7 +219,7 @@ def test_each_weight_is_computed_once_per_sequence(tmp_path, monkeypatch):
 
 def test_run_stores_samples_of_half_and_all_of_the_epochs(tmp_path):
     size = {"epochs": 2, "limit": 40, "batch_size": 20, "steps": 3, "hidden": 6, "latent": 2}
-    record = draw.run(replace(draw.PRESETS["demo"], runs=tmp_path, device="cpu", **size))
+    record = draw.run(replace(draw.PRESETS["demo"], out=tmp_path, device="cpu", **size))
     for row in record.metrics:
         assert 0 <= row["test_kl"] < row["test_negative_elbo"]
         assert row["train_gradient_norm"] > 0

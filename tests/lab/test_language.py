@@ -48,7 +48,7 @@ def corpus():
 def config(tmp_path, method="adamw-standard", **changes):
     optimizer, how = METHODS[method]
     chosen = {"optimizer": optimizer, "parameterization": how, **changes}
-    return replace(TINY, runs=tmp_path, **chosen)
+    return replace(TINY, out=tmp_path, **chosen)
 
 
 # — the network —
@@ -292,7 +292,7 @@ def test_settings_without_effect_are_no_settings():
 
 
 def test_a_sweep_leaves_out_hyperball_without_weight_norm(tmp_path):
-    axes, base = {"optimizer": ("muon", "hyperball")}, replace(TINY, runs=tmp_path)
+    axes, base = {"optimizer": ("muon", "hyperball")}, replace(TINY, out=tmp_path)
     plan = Grid("language", base, Config.COMPARED, axes=axes).plan()
     made = [(job.config.optimizer, str(job.config.parameterization)) for job in plan]
     assert made == [("muon", "standard"), ("muon", "weight-norm"), ("hyperball", "weight-norm")]

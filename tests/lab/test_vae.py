@@ -212,7 +212,7 @@ def test_run_on_cifar10(monkeypatch, tmp_path, how):
     monkeypatch.setattr(vae, "load_cifar10", lambda _: data)
     config = replace(
         vae.PRESETS["cpu cifar10"], parameterization=how, width=0.1, depth=1, latents=2, epochs=3,
-        batch_size=10, importance_samples=20, runs=tmp_path,
+        batch_size=10, importance_samples=20, out=tmp_path,
     )  # fmt: skip
     record = vae.run(config)
     bound = record.column("test_negative_elbo")

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -128,18 +128,14 @@ class RunConfig:
 @cache
 def _limits(kind: Any) -> list[tuple[str, bool, Range | tuple[str, ...]]]:
     """Return each limited field, whether it may be None, and its range or its choices."""
-
-    def found() -> Iterator[tuple[str, bool, Range | tuple[str, ...]]]:
-        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-            choices = typing.get_args(hint)
-            for part in (hint, *choices):  # an optional field is a union
-                for extra in getattr(part, "__metadata__", ()):
-                    if isinstance(extra, Range):
-                        yield name, NoneType in choices, extra
-            if typing.get_origin(hint) is Literal:
-                yield name, False, choices
-
-    return list(found())
+    found: list[tuple[str, bool, Range | tuple[str, ...]]] = []
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        choices = typing.get_args(hint)
+        extras = [x for part in (hint, *choices) for x in getattr(part, "__metadata__", ())]
+        found += [(name, NoneType in choices, x) for x in extras if isinstance(x, Range)]
+        if typing.get_origin(hint) is Literal:
+            found.append((name, False, choices))
+    return found
 
 
 # — records and folders —

@@ -391,7 +391,7 @@ class Run:
             self.batch = len(batch[0])
             totals.append(sums(*(self.ranks.share(x) for x in batch)))
         total = torch.stack(totals).cpu().double().sum(0)  # one read from the device
-        means: list[float] = (self.ranks.sum(total, "an evaluation") / len(data[0])).tolist()
+        means: list[float] = (self.ranks.sum(total) / len(data[0])).tolist()
         return means
 
     def parts(self, items: Sequence[T], name: str) -> Iterator[T]:

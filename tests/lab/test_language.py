@@ -170,7 +170,7 @@ def test_muown_is_the_published_one(tmp_path):
             v, g, *_ = state[name]
             moved = g * v / v.norm(dim=1, keepdim=True) - before[name]
             found = weight.detach() - before[name]
-            assert (found - moved).norm() < 0.02 * moved.norm()
+            assert (found - moved).norm() < 0.06 * moved.norm()
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if "hyperball" not in name])

@@ -49,6 +49,22 @@ def test_every_public_name_has_an_entry(site):
         assert places & found, name  # `Parts` is in two modules, and has one entry
 
 
+@pytest.mark.parametrize("module", [weightnorm, weightnorm.functional, weightnorm.diagnostics])
+def test_summary_table_has_every_public_name(site, module):
+    page = (
+        site / "docs" / "api" / f"{module.__name__.removeprefix('weightnorm.')}.html"
+    ).read_text()
+    table = page[page.index('<table class="autosummary') : page.index("</table>")]
+    listed = set(re.findall(r'<span class="pre">(\w+)</span>', table))
+    others = {
+        "EPS",
+        "Parts",
+        "diagnostics",
+        "functional",
+    }  # not functions or classes; in `functional`
+    assert set(module.__all__) - listed <= others
+
+
 def test_every_document_is_a_page(site):
     documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/experiments/*.md")]
     assert len(documents) > 15

@@ -108,13 +108,6 @@ def test_masked_zero_row_gets_a_direction_inside_the_mask():
     assert (g == 0).all()
 
 
-def test_dim_none_is_one_g_and_minus_one_is_the_last_axis():
-    w = torch.randn(2, 3)
-    assert decompose(w, Units(None)).g.shape == ()
-    assert decompose(w, Units(-1)).g.shape == (1, 3)
-    torch.testing.assert_close(norm(w, Units(None)), w.norm())
-
-
 def test_wrong_mask_shape_raises():
     with pytest.raises(RuntimeError, match=r"must match"):
         compose(v=torch.randn(3, 2), g=torch.ones(3, 1), mask=torch.ones(3))

@@ -136,17 +136,6 @@ def test_recurrent_layers_in_threads(name):
         assert all(torch.equal(out, value) for out in outputs)
 
 
-def test_attributes_set_in_the_forward_of_a_recurrent_subclass_are_kept():
-    class Recording(nn.GRU):
-        def forward(self, x):
-            self.length = len(x)
-            return super().forward(x)
-
-    layer = weight_norm(Recording(3, 4))
-    layer(torch.randn(5, 2, 3))
-    assert layer.length == 5
-
-
 def test_recurrent_layer_called_by_another_thread_during_its_forward():
     class Interrupted(nn.GRU):
         others = 1
@@ -278,29 +267,6 @@ def test_a_second_parametrization_is_inverted():
     parametrize.register_parametrization(layer, "weight", nn.Tanh())
     with pytest.raises(AttributeError, match="right_inverse"):
         init_(layer, nn.init.ones_)
-
-
-def test_g_of_a_wrong_shape_is_refused_in_a_forward_pass():
-    layer = weight_norm(nn.Linear(4, 3))
-    wrong = {"parametrizations.weight.original0": torch.ones(1, 1)}
-    with pytest.raises(ValueError, match=r"needs \(3, 1\)"):
-        torch.func.functional_call(layer, wrong, (torch.eye(4),))
-
-
-def test_masked_rows_have_second_derivatives_under_function_transforms():
-    layer = weight_norm(nn.Linear(3, 2), mask=torch.tensor([[0.0, 0, 0], [1, 1, 0]]))
-    grad, values = torch.func.grad, {k: p.detach() for k, p in layer.named_parameters()}
-
-    def loss(values):
-        return torch.func.functional_call(layer, values, (torch.ones(1, 3),)).tanh().sum()
-
-    def penalty(values):
-        return sum(g.square().sum() for g in grad(loss)(values).values())
-
-    second = grad(penalty)(values)["parametrizations.weight.original1"]
-    assert (second[0] == 0).all()
-    assert second.isfinite().all()
-    assert (second[1, :2] != 0).any()
 
 
 def test_a_recurrent_layer_that_runs_another_in_its_forward():

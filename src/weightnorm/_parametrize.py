@@ -109,7 +109,7 @@ def make_plain(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> Callab
         if parametrizations:  # the class itself is not changed: copies made by torch share it
             module.__class__ = _class_without(type(module), name)
         else:
-            module.__class__ = cls.__bases__[0]
+            module.__class__ = _plain_class(module)
             del module._modules["parametrizations"]
     removed = [old.keys() - new.keys() for old, new in zip(before, registries, strict=True)]
     _set_parameters(module, weights)
@@ -191,20 +191,12 @@ _CELL_AND_ATTENTION_WEIGHTS = (
 
 def _set_parameters(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
     """Register parameters in the order of a plain layer: weights before biases."""
-    ordered = _ordered_parameters(module, weights)
-    module._parameters.clear()
-    module._parameters.update(ordered)
-    refresh_recurrent(module)
-
-
-def _ordered_parameters(
-    module: nn.Module, weights: Mapping[str, nn.Parameter]
-) -> dict[str, nn.Parameter | None]:
-    """Return the parameters of a module and the weights, in the order of a plain layer."""
     parameters = {**weights, **module._parameters}
     ordered = getattr(module, "_flat_weights_names", _CELL_AND_ATTENTION_WEIGHTS)
     first = [name for name in ordered if name in parameters]
-    return {name: parameters[name] for name in [*first, *parameters]}
+    module._parameters.clear()
+    module._parameters.update({name: parameters[name] for name in [*first, *parameters]})
+    refresh_recurrent(module)
 
 
 def _restore_entries(now: dict[Any, Any], before: Mapping[Any, Any], keys: Iterable[Any]) -> None:
@@ -224,11 +216,10 @@ def _extend_class(module: nn.Module, names: Iterable[str]) -> None:
     cls._has_weight_norm = True
     cls.__reduce_ex__ = _reduce_ex
     cls._load_from_state_dict = _load_from_state_dict
-    cls.register_parameter = _register_parameter
     cls.__prepare_scriptable__ = _refuse_scripting
     for method in ("reset_parameters", "_reset_parameters"):
         if hasattr(cls, method):
-            setattr(cls, method, reset_through_parts(method))
+            setattr(cls, method, _reset_through_parts(method))
     if "__deepcopy__" in cls.__dict__:  # torch's: the copy would share this class
         del cls.__deepcopy__
     if isinstance(module, nn.RNNBase):
@@ -242,8 +233,8 @@ def _extend_class(module: nn.Module, names: Iterable[str]) -> None:
 
 def _plain_class(module: nn.Module) -> Any:
     """Return the class from before weight norm, also if FSDP2 has derived another since."""
-    ours = next(cls for cls in type(module).__mro__ if vars(cls).get("_has_weight_norm"))
-    return ours.__bases__[0]
+    cls = type(module)
+    return next((c for c in cls.__mro__ if "_has_weight_norm" in vars(c)), cls).__bases__[0]
 
 
 def _fast_property(name: str, torchs: property) -> property:
@@ -263,18 +254,6 @@ def _reduce_ex(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     # Python 3.10 has no object.__getstate__; torch's own on this class only raises.
     state = base.__getstate__(module) if hasattr(base, "__getstate__") else dict(module.__dict__)
     return _rebuild, (base, tuple(parametrizations_of(module))), state
-
-
-def _register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """Refuse ``layer.weight = nn.Parameter(…)``: the weight is not a parameter."""
-    if name in parametrizations_of(module):
-        raise TypeError(
-            f"{name} of this {_plain_class(module).__name__} is computed from v and g and cannot "
-            f"be replaced by a parameter. To set its value, assign a tensor: layer.{name} = "
-            "parameter.detach(). To share a parameter with another layer, share it first, then "
-            "normalize both"
-        )
-    _plain_class(module).register_parameter(module, name, param)
 
 
 def _refuse_scripting(module: nn.Module) -> None:
@@ -344,49 +323,34 @@ def _load_from_state_dict(
     )
 
 
-def reset_through_parts(method: str) -> Callable[[nn.Module], None]:
+def _reset_through_parts(method: str) -> Callable[..., None]:
     """Return the layer's own ``reset_parameters``, with its result written to v and g.
 
-    It runs on a plain layer with the same attributes, whose normalized weights are parameters: a
-    method may fill a weight, a part of it, or all of ``self.parameters()``.
+    It runs while the layer is plain: it may fill a weight, a part of it, or all parameters.
     """
 
     def reset(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         lists = dict(parametrizations_of(module).items())
-        plain = _plain_class(module)
-        layer = plain.__new__(plain)
-        layer.__dict__.update(module.__dict__)
-        children = {k: child for k, child in module._modules.items() if k != "parametrizations"}
         with torch.no_grad():
-            weights = {
-                name: nn.Parameter(getattr(module, name).clone(), _is_trained(parametrizations))
-                for name, parametrizations in lists.items()
-            }
-        layer.__dict__.update(_parameters=_ordered_parameters(module, weights), _modules=children)
-        if isinstance(module, nn.RNNBase):  # without moving its weights into one piece of memory
-            named = layer._parameters
-            layer.__dict__["_flat_weights"] = [named[name] for name in module._flat_weights_names]
-        before = dict(layer.__dict__)
-        values = {name: weight.detach().clone() for name, weight in weights.items()}
-        getattr(plain, method)(layer, *args, **kwargs)
-        for key, value in layer.__dict__.items():  # what it has assigned
-            if key not in before or before[key] is not value:
-                module.__dict__[key] = value
-        module._modules.update(children)
-        for name, parameter in layer._parameters.items():
-            if isinstance(lists.get(name), WeightNormParametrizationList):
-                lists[name].right_inverse(parameter)
-            elif name not in lists:
-                module._parameters[name] = parameter
-            elif not torch.equal(parameter, values[name]):
-                setattr(module, name, parameter.detach())  # another parametrization inverts it
+            values = {name: getattr(module, name).clone() for name in lists}
+        trained = {k: any(p.requires_grad for p in v.parameters(False)) for k, v in lists.items()}
+        undo = make_plain(
+            module, {k: nn.Parameter(w.clone(), trained[k]) for k, w in values.items()}
+        )
+        try:
+            getattr(module, method)(*args, **kwargs)
+            plain = dict(module._parameters)
+        finally:
+            undo()
+        for name, one in lists.items():
+            weight = plain[name]
+            assert weight is not None
+            if isinstance(one, WeightNormParametrizationList):
+                one.right_inverse(weight)
+            elif not torch.equal(weight, values[name]):  # it inverts its own parametrizations
+                setattr(module, name, weight.detach())
 
     return reset
-
-
-def _is_trained(parametrizations: Any) -> bool:
-    """Whether gradients reach the originals of a parametrized tensor."""
-    return any(original.requires_grad for original in parametrizations.parameters(recurse=False))
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

@@ -276,8 +276,6 @@ class Options:
 
 def _check_changeable(module: nn.Module, function: str) -> None:
     """Check that the parameters of a module can be replaced."""
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"{function} cannot change a ScriptModule; apply it before torch.jit")
     if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
         raise ValueError(
             "DistributedDataParallel has registered the parameters already, and would not send the "

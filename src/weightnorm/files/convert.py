@@ -59,7 +59,7 @@ def convert_file(
         states = list(nested_mappings(checkpoint))
         done = _convert(states, to, weights, dim)
         after = with_mappings(checkpoint, {key: one.state for key, one in done.items()})
-    with naming(target, "cannot be written"):
+    with naming(target, "written"):
         target.parent.mkdir(parents=True, exist_ok=True)
         if kind == "pickle":
             with atomic_writer(target) as file:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from weightnorm.checkpoints import StateDictError
 
@@ -34,7 +35,7 @@ def file_error(path: Path, reason: object) -> FileError:
 
 
 @contextmanager
-def naming(path: Path, failed: str = "is damaged or cannot be read") -> Iterator[None]:
+def naming(path: Path, verb: Literal["read", "written"] = "read") -> Iterator[None]:
     """Turn every error into a FileError that names the file.
 
     Files may hold anything, and neither torch nor safetensors limit what they raise for it.
@@ -45,8 +46,11 @@ def naming(path: Path, failed: str = "is damaged or cannot be read") -> Iterator
         raise
     except StateDictError as error:
         raise file_error(path, error) from error
+    except OSError as error:
+        raise file_error(path, f"cannot be {verb}: {reason(error)}") from error
     except Exception as error:
-        raise file_error(path, f"{failed}: {reason(error)}") from error
+        damaged = "is damaged or " * (verb == "read")
+        raise file_error(path, f"{damaged}cannot be {verb}: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:

@@ -137,11 +137,10 @@ def _candidates(module: nn.Module, others: bool) -> Iterator[str]:
 def plain_weight(module: nn.Module, name: str, dim: Dim, path: str | None = None) -> PlainWeight:
     """Return a parameter of a module as a weight to normalize; raise if it cannot be."""
     path = f"{type(module).__name__}.{name}" if path is None else path
-    parameter = module._parameters.get(name)
     if (reason := _refusal(module, name)) is not None:
-        raise ValueError(f"{path} cannot be weight-normalized: {reason}")
-    if parameter is None or name in pending_hooks(module):
-        raise ValueError(f"{path} {_why_not_a_parameter(module, name)}")
+        raise ValueError(f"{path} {reason}")
+    parameter = module._parameters[name]
+    assert parameter is not None
     if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
         raise TypeError(
             f"{path} is {parameter.dtype}; weight norm needs real floating-point weights of 16 "
@@ -171,26 +170,27 @@ def plain_weight(module: nn.Module, name: str, dim: Dim, path: str | None = None
     return weight
 
 
-def _refusal(layer: nn.Module, name: str) -> str | None:
-    """Return why this tensor of this layer cannot be weight-normalized; None if it can."""
-    if isinstance(layer, EMBEDDING) and name == "weight":
-        if layer.sparse:
-            return "its gradients are sparse, those of v are dense; build it with sparse=False"
-        if layer.max_norm is not None:
-            return "max_norm writes to the weight in every forward pass; build it without"
-    return None
-
-
-def _why_not_a_parameter(module: nn.Module, name: str) -> str:
+def _refusal(module: nn.Module, name: str) -> str | None:
+    """Return why this tensor of this module cannot be weight-normalized; None if it can."""
     if is_weight_normed(module, name) or name in pending_hooks(module):
         return "is weight-normalized already; use remove_weight_norm to remove it"
-    if hasattr(module, name):
-        return (
-            "is not a parameter: another parametrization, pruning or a hook computes it; apply "
-            "weight norm before that"
-        )
-    own = [n for n, p in module._parameters.items() if p is not None]
-    return f"does not exist; the parameters are {', '.join(own) or 'none: normalize its layers'}"
+    if module._parameters.get(name) is None:
+        if getattr(module, name, None) is not None:
+            return (
+                "is not a parameter: another parametrization, pruning or a hook computes it; apply "
+                "weight norm before that"
+            )
+        own = ", ".join(n for n, p in module._parameters.items() if p is not None)
+        return f"does not exist; the parameters are {own or 'none: normalize its layers'}"
+    if isinstance(module, EMBEDDING) and name == "weight":
+        if module.sparse:
+            return (
+                "cannot be weight-normalized: its gradients are sparse, those of v are dense; "
+                "build it with sparse=False"
+            )
+        if module.max_norm is not None:
+            return "is written to by max_norm in every forward pass; build it without"
+    return None
 
 
 def _with_tied(model: nn.Module, chosen: list[PlainWeight]) -> list[PlainWeight]:

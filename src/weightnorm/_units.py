@@ -219,7 +219,7 @@ class Units:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Norms are taken in float32 or wider, whatever the weight's own type."""
+    """Return the type in which norms are taken: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 

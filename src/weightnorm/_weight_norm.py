@@ -155,7 +155,7 @@ def _check_weight(w: Any, own_v: Tensor) -> None:
 
 
 def is_plain(parametrizations: Any) -> bool:
-    """Whether the weight is g·v/‖v‖ of its own v and g and nothing else.
+    """Return whether the weight is g·v/‖v‖ of its own v and g and nothing else.
 
     False with a further parametrization, a hook, another ``forward`` (accelerate's, for offloaded
     parameters), a part that is pruned, and in the replicas of ``nn.DataParallel``: torch's

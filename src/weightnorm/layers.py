@@ -175,7 +175,7 @@ def _refusal(module: nn.Module, name: str) -> str | None:
     if is_weight_normed(module, name) or name in pending_hooks(module):
         return "is weight-normalized already; use remove_weight_norm to remove it"
     if module._parameters.get(name) is None:
-        if getattr(module, name, None) is not None:
+        if name in parametrizations_of(module) or getattr(module, name, None) is not None:
             return (
                 "is not a parameter: another parametrization, pruning or a hook computes it; apply "
                 "weight norm before that"

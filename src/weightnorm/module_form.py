@@ -243,7 +243,12 @@ class Options:
             value = self._as_length(self.g(full), f" for {weight.path} of shape {tuple(full)}")
         else:
             value = self._as_length(self.g)
-        return value.broadcast_to(weight.units.shape(full))
+        shape = weight.units.shape(full)
+        try:
+            return value.broadcast_to(shape)
+        except RuntimeError as error:
+            got = f"g has shape {tuple(value.shape)}, which does not broadcast to {shape}"
+            raise ValueError(got) from error
 
     def directions(self, weight: PlainWeight, mask: Tensor | None) -> Tensor:
         """Return the weight with a random direction of norm 1 in place of every zero unit."""

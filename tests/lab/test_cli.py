@@ -276,7 +276,7 @@ def test_convert_names_paths_and_what_it_leaves_alone(tmp_path, capsys):
 
 # — what has to be installed —
 
-NOT_FOR_FILES = ["numpy", "sklearn", "matplotlib", "ale_py", "gymnasium", "jinja2", "pooch",
+NOT_FOR_FILES = ["sklearn", "matplotlib", "ale_py", "gymnasium", "jinja2", "pooch",
                  "PIL", "pandas", "scipy"]  # fmt: skip
 NOT_ON_WINDOWS = ["fcntl", "resource", "termios", "pwd", "grp"]
 BLOCKED = """
@@ -332,7 +332,7 @@ def test_without_extras_help_works_and_commands_name_their_extra():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert set(extras["files"]) == {"safetensors", "rich", "tyro"}
+    assert set(extras["files"]) == {"safetensors", "numpy", "rich", "tyro"}
     (code, overview, _), (other, _, _), *rest = run_without(
         [*NOT_FOR_FILES, *extras["files"]],
         [["--help"], ["--version"], *([name, "classify"] for name in COMMANDS)],

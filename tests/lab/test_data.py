@@ -137,30 +137,15 @@ def test_every_changed_or_missing_byte_is_refused(tmp_path_factory, position, fl
 
 
 @pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize(
-    "content",
-    [b"no gzip", gzip.compress(B)[:-9], gzip.compress(A)],
-    ids=["no gzip", "cut", "another"],
-)
-def test_damaged_file_is_reported_and_kept(root, content):
+def test_damaged_file_is_reported_and_kept(root):
     """Even if another file is missing: nothing is downloaded."""
     path = root / "toy-files/b.txt.gz"
     path.with_suffix("").unlink()
-    path.write_bytes(content)
+    path.write_bytes(gzip.compress(B)[:-9])
     (root / "toy-files/a.bin").unlink()
     with pytest.raises(DataError, match=r"b\.txt\.gz is not the published file.*WEIGHTNORM_DATA"):
         fetch("toy", root)
-    assert path.read_bytes() == content
-
-
-@pytest.mark.usefixtures("no_network")
-def test_file_that_cannot_be_read_is_not_called_damaged(root):
-    path = root / "toy-files/a.bin"
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(DataError, match=f"cannot read {path}: Is a directory; check") as error:
-        fetch("toy", root)
-    assert "elete" not in str(error.value)
+    assert path.read_bytes() == gzip.compress(B)[:-9]
 
 
 class Trap:
@@ -185,19 +170,15 @@ def test_files_with_other_checksums_are_not_parsed(tmp_path):
 # — downloads, from a real server —
 
 
-@pytest.mark.parametrize("place", ["", "file"])
-def test_message_names_what_is_missing(tmp_path, publish, place):
-    """Offline, and where no folder can be made."""
+def test_message_names_what_is_missing(tmp_path, publish):
     publish(TOY)
-    (tmp_path / "file").write_text("where a folder should be")
     with pytest.raises(DataError) as caught:
-        fetch("toy", tmp_path / place)
+        fetch("toy", tmp_path)
     message = str(caught.value)
-    assert f"Missing from {tmp_path / place / 'toy-files'}:" in message
+    assert f"Missing from {tmp_path / 'toy-files'}:" in message
     assert all(f"{name}  SHA-256 {digest}" in message for name, digest in TOY.files.items())
     assert CLOSED in message
     assert "WEIGHTNORM_DATA" in message
-    assert ("cannot write to" if place else "the download failed") in message
     assert not [*tmp_path.rglob("*.bin"), *tmp_path.rglob(".download*")]
 
 
@@ -236,18 +217,6 @@ def test_only_named_members_of_an_archive_are_extracted(tmp_path, server, publis
     assert fetch("toy", tmp_path / "data") == {"a.bin": A, "b.txt": B}
     assert sorted(p.name for p in (tmp_path / "data/toy-files").iterdir()) == ["a.bin", "b.txt"]
     assert not (tmp_path / "escaped").exists()
-
-
-def test_interrupted_download_is_removed(tmp_path, publish, monkeypatch):
-    def interrupted(url, known_hash, fname, path, **_):
-        Path(path, fname).write_bytes(A[:9])
-        raise KeyboardInterrupt
-
-    publish(TOY)
-    monkeypatch.setattr(pooch, "retrieve", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        fetch("toy", tmp_path)
-    assert list((tmp_path / "toy-files").iterdir()) == []
 
 
 # — readers —
@@ -444,16 +413,6 @@ def test_whitening_matches_numpy(seed, n, shape, levels):
     np.testing.assert_allclose(white.flatten(1), expected, rtol=1e-4, atol=1e-4 * scale)
 
 
-def test_whitening_of_many_rows():
-    """More rows than are added up exactly at once."""
-    images = random_images(0, 2 * module._EXACT_ROWS + 99, 3, 9, 9)
-    mean, matrix = whitening_in_float64(images)
-    fitted = fit_zca(images)
-    np.testing.assert_allclose(fitted.mean, mean, rtol=1e-6)
-    np.testing.assert_allclose(fitted.matrix, matrix, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(fitted.matrix, fitted.matrix.T)  # ZCA, not PCA
-
-
 def test_products_are_exact():
     """Against integers, where the sums are largest: most pixels at an end of the range."""
     pixels = random_images(5, 3 * module._EXACT_ROWS + 1, 99)
@@ -531,16 +490,8 @@ def test_damaged_cache_is_replaced(cache, fits, damage, monkeypatch, tmp_path):
     assert not (tmp_path / "trace").exists()
 
 
-@pytest.mark.parametrize("disk", ["no folder", "full"])
-def test_cache_that_cannot_be_written_is_a_warning(cache, disk, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    if disk == "full":
-        monkeypatch.setattr(os, "fsync", full)
-    else:
-        cache.write_text("a file where the folder should be")
+def test_cache_that_cannot_be_written_is_a_warning(cache):
+    cache.write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match=r"cannot be cached in .*WEIGHTNORM_CACHE"):
         fitted = fit_zca_once(IMAGES)
     assert equal(fitted, fit_zca(IMAGES))
-    assert disk != "full" or list(cache.iterdir()) == []

@@ -59,20 +59,25 @@ class DataSet:
     """Name and MD5 digest of a single download that contains all files, as `folder`/name."""
 
 
+def sha256sums(lines: str) -> dict[str, str]:
+    """Parse the output of ``sha256sum``: name → digest."""
+    return {name: digest for digest, name in map(str.split, lines.strip().splitlines())}
+
+
 DATA_SETS = {
     "cifar10": DataSet(
         folder="cifar-10-batches-py",
         mirrors=("https://www.cs.toronto.edu/~kriz/",),
-        files={
-            "data_batch_1": "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd",
-            "data_batch_2": "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8",
-            "data_batch_3": "0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9",
-            "data_batch_4": "3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b",
-            "data_batch_5": "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154",
-            "test_batch": "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831",
-            "batches.meta": "f962466ef690d46b226450fb9aadc74ba4bc64a76aa526b5827fe4bc5c7125cb",
-        },
         archive=("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
+        files=sha256sums("""
+        54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd  data_batch_1
+        766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8  data_batch_2
+        0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9  data_batch_3
+        3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b  data_batch_4
+        d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154  data_batch_5
+        f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831  test_batch
+        f962466ef690d46b226450fb9aadc74ba4bc64a76aa526b5827fe4bc5c7125cb  batches.meta
+        """),
     ),
     "mnist": DataSet(
         folder="mnist",
@@ -80,38 +85,21 @@ DATA_SETS = {
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
             "https://storage.googleapis.com/cvdf-datasets/mnist/",
         ),
-        files={
-            "train-images-idx3-ubyte.gz": (
-                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"
-            ),
-            "train-labels-idx1-ubyte.gz": (
-                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"
-            ),
-            "t10k-images-idx3-ubyte.gz": (
-                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"
-            ),
-            "t10k-labels-idx1-ubyte.gz": (
-                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"
-            ),
-        },
+        files=sha256sums("""
+        440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609  train-images-idx3-ubyte.gz
+        3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c  train-labels-idx1-ubyte.gz
+        8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6  t10k-images-idx3-ubyte.gz
+        f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6  t10k-labels-idx1-ubyte.gz
+        """),
     ),
     "binarized-mnist": DataSet(
         folder="binarized-mnist",
-        mirrors=(
-            "https://www.cs.toronto.edu/~larocheh/public/datasets/binarized_mnist/",
-            "http://www.cs.toronto.edu/~larocheh/public/datasets/binarized_mnist/",
-        ),
-        files={
-            "binarized_mnist_train.amat": (
-                "ad693b29f94c14277b095f5238ddefbbdaaae0939789dd2f4f0205278cee3e4d"
-            ),
-            "binarized_mnist_valid.amat": (
-                "1de3d397c40fe8eeb33dafd4099a1f665ec01e96d9be234aaeeac8a34930e2e2"
-            ),
-            "binarized_mnist_test.amat": (
-                "e6687bfea3f820c174f33b7865140b2a2dd2930ef786f35d45795fc193b5ab2c"
-            ),
-        },
+        mirrors=("https://www.cs.toronto.edu/~larocheh/public/datasets/binarized_mnist/",),
+        files=sha256sums("""
+        ad693b29f94c14277b095f5238ddefbbdaaae0939789dd2f4f0205278cee3e4d  binarized_mnist_train.amat
+        1de3d397c40fe8eeb33dafd4099a1f665ec01e96d9be234aaeeac8a34930e2e2  binarized_mnist_valid.amat
+        e6687bfea3f820c174f33b7865140b2a2dd2930ef786f35d45795fc193b5ab2c  binarized_mnist_test.amat
+        """),
     ),
 }
 

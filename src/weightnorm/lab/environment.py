@@ -157,9 +157,6 @@ class Ranks:
         if self.world > 1 or dist.is_initialized():
             dist.destroy_process_group()
 
-    def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world}"
-
     @property
     def first(self) -> bool:
         """Whether this rank writes the record."""

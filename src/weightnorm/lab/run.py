@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,7 +144,8 @@ class Run:
         """Raise a RunError with the way to continue, if a disk or another rank failed."""
         if is_collective(error):
             first = str(error).splitlines()[0]
-            reason = f"{self.ranks}: another rank died, hangs, or runs different code ({first})"
+            here = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+            reason = f"{here}: another rank died, hangs, or runs different code ({first})"
             way = "start all ranks again with"
         elif isinstance(error, OSError):
             reason, way = error.strerror or str(error), "correct this, then repeat"

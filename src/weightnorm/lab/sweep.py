@@ -204,11 +204,9 @@ def sweep(
     if running.left:
         executor = LocalExecutor(jobs) if cluster is None else RayExecutor(cluster, jobs)
         try:
-            with running.bars, collected_signals() as signals:
-                running.run(executor, signals, grace_seconds)
+            running.run(executor, grace_seconds)
         finally:
             executor.close()
-        running.bars.print(running.counts())
     return SweepResult(
         [running.records[job.folder] for job in plan],
         running.failed,
@@ -230,15 +228,20 @@ class _Execution:
         self.running: list[tuple[Job, RunProcess | RayTask]] = []
         self.failed: dict[str, str] = {}
         self.stopped: list[Job] = []
-        self.bars = ProgressBars(console)
+        self.console = console
         self._bars: dict[Path, TaskID] = {}
         """Bars of the jobs that have started."""
         self._shown = 0.0
 
-    def run(
-        self, executor: LocalExecutor | RayExecutor, signals: Sequence[int], grace: float
-    ) -> None:
+    def run(self, executor: LocalExecutor | RayExecutor, grace_seconds: float) -> None:
         """Execute the jobs; after a signal none is started, and `left` holds the others."""
+        with ProgressBars(self.console) as self.bars, collected_signals() as signals:
+            self._run(executor, signals, grace_seconds)
+        self.bars.print(self._counts())
+
+    def _run(
+        self, executor: LocalExecutor | RayExecutor, signals: Sequence[int], grace_seconds: float
+    ) -> None:
         before = len(self.records) - len(self.left)
         self.bars.print(f"{len(self.records)} runs, {before} of them finished before")
         total = self.bars.add("runs", len(self.records), before)
@@ -248,7 +251,7 @@ class _Execution:
                 while self.left and len(self.running) < executor.slots and not signals:
                     self._start(self.left.popleft(), executor)
                 if signals and deadline is None:
-                    deadline = time.monotonic() + grace
+                    deadline = time.monotonic() + grace_seconds
                     for _, task in self.running:
                         task.interrupt()
                     self.bars.print("stopping: the runs save first; repeat to kill them")
@@ -294,8 +297,7 @@ class _Execution:
     def _say(self, event: str, job: Job, text: str = "") -> None:
         self.bars.print(f"{event:9}{job.label}  {text}".rstrip().replace("\n", "\n         "))
 
-    def counts(self) -> str:
-        """Count the runs in each state."""
+    def _counts(self) -> str:
         diverged = sum(record.diverged is not None for record in self.records.values())
         done = sum(record.finished for record in self.records.values()) - diverged
         running, failed = len(self._bars), len(self.failed)
@@ -316,7 +318,7 @@ class _Execution:
             for place, bar in self._bars.items():
                 self.bars.update(bar, len(read_rows(place / "metrics.jsonl")))
             ended = sum(record.finished for record in self.records.values()) + len(self.failed)
-            self.bars.update(total, ended, description=self.counts())
+            self.bars.update(total, ended, description=self._counts())
 
 
 @contextmanager

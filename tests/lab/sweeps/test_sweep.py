@@ -307,7 +307,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from weightnorm import Parameterization
-from weightnorm.lab import classify, dqn, executors
+from weightnorm.lab import classify
 from weightnorm.lab.sweep import Grid, sweep
 
 base = replace(classify.PRESETS["demo"], out=Path(sys.argv[1]))

@@ -352,8 +352,8 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 }
 FOR_MAINTAINERS = ("tables",)
 """Commands that the overview does not show."""
-EXTRAS = {"convert": "files", "inspect": "files"}
-"""The extra that installs what a command needs, if it is not `lab`."""
+EXTRAS = {"convert": "files", "inspect": "files", "ray": "ray"}
+"""The extra that installs what a command needs, or a package, if it is not `lab`."""
 
 
 # — the entry —
@@ -394,11 +394,13 @@ def _run(name: str, words: list[str]) -> int:
     try:
         code = command(words) if command in (run, sweep) else parse(command, words, name)
     except ModuleNotFoundError as error:
-        if (error.name or "weightnorm").partition(".")[0] == "weightnorm":
+        package = (error.name or "weightnorm").partition(".")[0]
+        if package == "weightnorm":
             raise
+        extra = EXTRAS.get(package) or EXTRAS.get(name, "lab")
         raise LabError(
-            f"weightnorm {name} needs the package {error.name}, which is not installed: "
-            f"pip install 'weightnorm[{EXTRAS.get(name, 'lab')}]'"
+            f"weightnorm {name} needs the package {package}, which is not installed: "
+            f"pip install 'weightnorm[{extra}]'"
         ) from error
     return code or 0
 

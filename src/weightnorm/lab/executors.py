@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightnorm.lab.errors import ConfigError, RunError
+from weightnorm.lab.errors import RunError
 
 TAIL_LINES = 5
 """Lines of a failed run's output that are shown."""
@@ -131,12 +131,7 @@ class RayExecutor:
     slots = sys.maxsize
 
     def __init__(self, address: str, jobs: int) -> None:
-        try:
-            self.ray: Any = importlib.import_module("ray")  # an optional dependency
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"cluster is {address}, but {error.name} is missing: pip install 'weightnorm[ray]'"
-            ) from None
+        self.ray: Any = importlib.import_module("ray")  # an optional dependency
         self.connected = not self.ray.is_initialized()
         if self.connected:
             self._connect(address)

@@ -20,7 +20,7 @@ from stub_runs import StubRuns
 from weightnorm import Parameterization
 from weightnorm.lab import classify, dqn, executors
 from weightnorm.lab import sweep as sweeps
-from weightnorm.lab.cli import parse_config
+from weightnorm.lab.cli import main, parse_config
 from weightnorm.lab.config import folder, scientific_fields
 from weightnorm.lab.errors import ConfigError, RunError
 from weightnorm.lab.files import lock_folder
@@ -444,10 +444,11 @@ def test_further_axes_are_compared_separately():
 # — a cluster that does not exist —
 
 
-def test_missing_ray_error_names_the_extra(tmp_path, monkeypatch):
+def test_missing_ray_error_names_the_extra(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"ray is missing: pip install 'weightnorm\[ray\]'"):
-        sweep(grid(tmp_path), cluster="auto")
+    words = ["sweep", "classify", "--preset", "demo", "--out", str(tmp_path), "--cluster", "auto"]
+    assert main(words) == 1
+    assert "pip install 'weightnorm[ray]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,14 @@ def _print(benchmark: dict[str, Any], out: Console) -> None:
 
 
 def _print_changes(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    changes = compare(before, now)
-    if differing := differing_conditions(before["environment"], now["environment"]):
+    if differing := differing_conditions(before, now):
         print(f"the records are of different conditions: other {', '.join(differing)}")
-    slower = [change for change in changes if change.slower]
-    for change in (*slower, *(change for change in changes if change.faster)):
-        old, new = (f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]" for x in (change.old, change.new))
-        word = "slower" if change.slower else "faster"
-        place = printable(f"{change.benchmark}, {change.case}: {change.goal}")
-        print(f"{word}: {place}: was {old}, is {new}")
-    print(f"{len(changes)} goals compared, {len(slower)} slower")
-    return bool(slower)
+    changes = compare(before, now)
+    for word in ("slower", "faster"):
+        for (benchmark, case, _), row in changes[changes[word]].iterrows():
+            place = printable(f"{benchmark}, {case}: {row['goal']}")
+            old = f"{row['value_old']:.3f} [{row['low_old']:.3f}, {row['high_old']:.3f}]"
+            new = f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+            print(f"{word}: {place}: was {old}, is {new}")
+    print(f"{len(changes)} goals compared, {changes['slower'].sum()} slower")
+    return bool(changes["slower"].any())

@@ -20,20 +20,7 @@ from weightnorm.lab import dqn
 from weightnorm.lab.atari import Atari
 from weightnorm.lab.bench import dqn as dqn_benchmark
 from weightnorm.lab.bench import launches
-from weightnorm.lab.bench.benchmark import (
-    Rounds,
-    Settings,
-    _write,
-    added_at_most,
-    at_most,
-    compare,
-    cpu,
-    differing_conditions,
-    estimate,
-    extra_at_most,
-    load,
-    measure,
-)
+from weightnorm.lab.bench.benchmark import Settings, compare, cpu, load, measure
 from weightnorm.lab.bench.layers import FORMULA, OPERATION, TORCH, operation_cases
 from weightnorm.lab.bench.registry import BENCHMARKS
 from weightnorm.lab.cli import main
@@ -57,7 +44,7 @@ def test_every_case_is_well_defined_and_runs(name, monkeypatch):
     monkeypatch.setattr(dqn_benchmark, "in_processes", in_this_process)
     lines = []
     for case in BENCHMARKS[name].cases(QUICK):
-        ones = Rounds({peer: np.ones((7, 2)) for peer in case.peers})
+        ones = {peer: np.ones((7, 2)) for peer in case.peers}
         assert case.base in case.peers
         for limit in case.limits:
             assert f" {limit.limit:g} ×" in limit.text  # the printed limit is the limit
@@ -109,14 +96,11 @@ def test_torchs_dqn_agent_learns_the_same_as_ours():
     torch.testing.assert_close(*values, rtol=1e-2, atol=1e-2)
 
 
-# Launches
-
-
 def test_launches_are_the_same_every_time_and_within_their_limits():
     for case in launches.cases(QUICK):
         first, second = (measure(case, QUICK) for _ in range(2))
         assert first["results"] == second["results"]
-        assert all(limit["met"] for limit in first["goals"]), case.name
+        assert {limit["verdict"] for limit in first["goals"]} == {"met"}, case.name
         assert first["results"][launches.OURS]["median"] > first["results"]["plain"]["median"] > 0
 
 
@@ -126,29 +110,10 @@ def test_views_and_allocations_are_not_counted():
     assert count(lambda: x.add_(1) + x.clone()) == {"add_": 1, "add": 1, "clone": 1}
 
 
-# Limits
-
-
-def test_values_of_limits():
-    def value(limit, **samples):
-        repeated = {name: [x] * 3 for name, x in samples.items()}
-        return estimate(repeated, limit.peers, limit.value).value
-
-    assert value(at_most("a", 1.0, "b"), a=3.0, b=2.0) == pytest.approx(1.5)
-    extra = extra_at_most("a", 0.5, "b", "base")
-    assert value(extra, a=1.1, b=1.4, base=1.0) == pytest.approx(0.25)
-    assert value(extra, a=1.1, b=1.0, base=1.0) == np.inf  # the other has no extra cost
-    assert value(extra, a=1.0, b=0.9, base=1.0) == 0
-    added = added_at_most("a", 1.0, "b", 100, "weights")
-    assert value(added, a=350.0, b=200.0) == pytest.approx(1.5)
-
-
 def test_instruction_sets(tmp_path):
     path = tmp_path / "cpuinfo"
-    path.write_text(
-        "model name\t: CPU\nflags\t\t: fpu avx2 avx512f avx512_bf16 aes fma\nflags\t: x\n"
-    )
-    assert cpu(path)["instruction_sets"] == ["avx2", "avx512_bf16", "avx512f", "fma"]
+    path.write_text("model name\t: CPU\nflags\t\t: fpu avx2 avx512_bf16 aes fma\nflags\t: x\n")
+    assert cpu(path)["instruction_sets"] == ["avx2", "avx512_bf16", "fma"]
     assert cpu(tmp_path / "absent")["instruction_sets"] == []
 
 
@@ -170,33 +135,18 @@ def bench(*words):
     return main(["bench", *map(str, words)])
 
 
-def test_record(folder):
-    record = load(folder / "result.json")
-    environment = record["environment"]
-    assert {"machine", "torch", "threads", "device", "load"} <= environment.keys()
-    assert {"model", "cores", "instruction_sets", "torch_uses"} == environment["cpu"].keys()
-    names = [benchmark["name"] for benchmark in record["benchmarks"]]
-    assert names == ["recurrent", "mean-only", "memory"]
-    for benchmark in record["benchmarks"]:
-        for case in benchmark["cases"]:
-            assert case["rounds"] == (1 if benchmark["name"] == "memory" else 2)
-            assert all(len(samples) == case["rounds"] for samples in case["samples"].values())
-            for result in case["results"].values():
-                assert result["low"] <= result["value"] <= result["high"]
-            for goal in case["goals"]:
-                assert goal["met"] == (goal["verdict"] == "met")
-
-
-def test_a_benchmark_that_is_measured_again_replaces_its_part_of_the_record(folder, tmp_path):
+def test_a_record_is_complete_and_its_benchmarks_replaced_one_by_one(folder, tmp_path):
     out = tmp_path / "bench"
     shutil.copytree(folder, out)
     before = load(out / "result.json")
+    assert {"machine", "torch", "threads", "device", "load", "cpu"} <= before["environment"].keys()
+    assert [each["name"] for each in before["benchmarks"]] == ["recurrent", "mean-only", "memory"]
+    rounds = {case["rounds"] for each in before["benchmarks"] for case in each["cases"]}
+    assert rounds == {1, 2}  # bytes are the same every time
     assert bench("mean-only", "--quick", "--rounds", 1, "--out", out) == 0
     after = load(out / "result.json")
     assert after["benchmarks"][1]["cases"][0]["rounds"] == 1
     assert after["benchmarks"][::2] == before["benchmarks"][::2]
-    config = json.loads((out / "config.json").read_text())["config"]
-    assert config["benchmarks"] == ["recurrent", "mean-only", "memory"]
     sessions = [json.loads(line) for line in (out / "sessions.jsonl").read_text().splitlines()]
     assert {row["started"] for row in sessions} == {x["started"] for x in after["benchmarks"]}
 
@@ -236,50 +186,27 @@ def test_exit_code_of_compare(folder, tmp_path, capsys):
 def test_compare_matches_values_whatever_their_limit(folder):
     record = load(folder / "result.json")
     same = compare(record, record)
-    assert not any(change.slower or change.faster for change in same)
+    assert not same["slower"].any() | same["faster"].any()
     stricter = json.loads(json.dumps(record).replace("1.02 ", "1.015 "))
     assert len(compare(stricter, record)) == len(same) > 0
-    assert all(c.slower for c in compare(record, shifted(record, 1e3)) if c.old.high < 1e3)
-    unknown = copy.deepcopy(record)
-    unknown["benchmarks"][0]["cases"][0]["goals"][0]["high"] = None  # infinite: no bound
-    assert not compare(unknown, shifted(record, 1000.0))[0].slower
-
-
-def test_records_that_cannot_be_compared(folder, tmp_path):
-    record = load(folder / "result.json")
-    other = copy.deepcopy(record)
-    other["environment"]["threads"] = 77
-    (found,) = differing_conditions(other["environment"], record["environment"])
-    assert found.startswith("threads (77, now ")
-    other["settings"]["quick"] = False
-    with pytest.raises(RecordError, match="--quick"):
-        compare(other, record)
-    other["settings"]["quick"], other["benchmarks"] = True, []
+    unbounded = copy.deepcopy(record)
+    unbounded["benchmarks"][0]["cases"][0]["goals"][0]["high"] = None  # infinite, in JSON
+    assert not compare(unbounded, shifted(record, 1e3))["slower"].iloc[0]
+    record["benchmarks"] = []
     with pytest.raises(RecordError, match="no goal in common"):
-        compare(other, record)
+        compare(record, stricter)
+    record["settings"]["quick"] = False
+    with pytest.raises(RecordError, match="--quick"):
+        compare(record, stricter)
+
+
+def test_the_committed_record_is_readable(tmp_path):
+    record = load(RESULT)
+    assert len(compare(record, record)) > 50
     for text in ("", "[]", '{"benchmarks": []}', '{"settings": 1}'):
         (tmp_path / "old.json").write_text(text)
         with pytest.raises(RecordError, match="not a record of weightnorm bench"):
             load(tmp_path / "old.json")
-
-
-def test_an_infinite_value_is_written_and_read(tmp_path):
-    goal = {"goal": "g", "limit": 1.0, "value": 1.0, "low": 0.5, "high": float("inf")}
-    record = {
-        "environment": {"machine": "m"},
-        "settings": {"quick": True, "rounds": 1},
-        "benchmarks": [{"name": "b", "cases": [{"case": "c", "goals": [goal]}]}],
-    }
-    assert compare(load(_write(record, tmp_path)), record)[0].old.high == np.inf
-
-
-def test_the_committed_record_is_readable_and_its_limits_are_those_of_the_text():
-    record = load(RESULT)
-    goals = [g for b in record["benchmarks"] for c in b["cases"] for g in c["goals"]]
-    assert len(goals) > 50
-    exact = [f"{g['limit']:g}" in g["goal"] for g in goals]
-    assert exact.count(False) == 2  # 2/3, printed as 0.667
-    assert compare(record, record)
 
 
 @pytest.mark.parametrize(
@@ -287,8 +214,6 @@ def test_the_committed_record_is_readable_and_its_limits_are_those_of_the_text()
     [
         (["mean-onyl"], "there is no benchmark 'mean-onyl'; did you mean 'mean-only'?"),
         (["op", "--rounds", "0"], "rounds is 0; expected 1 or more"),
-        (["op", "--seconds", "-1"], "seconds is -1.0; expected 0 or more"),
-        (["op", "--threads", "0"], "threads is 0; expected 1 or more"),
         (["op", "--compare", "absent.json"], "absent.json cannot be read"),
     ],
 )
@@ -297,9 +222,3 @@ def test_bad_options_are_refused_before_measuring(words, message, capsys, tmp_pa
     assert bench("--quick", *words) in (1, 2)
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "runs").exists()
-
-
-def test_list(capsys):
-    assert bench("--list") == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in BENCHMARKS)

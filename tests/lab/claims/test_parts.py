@@ -79,13 +79,3 @@ def test_digest_of_the_code(tmp_path):
     file.rename(tmp_path / "b.py")
     digests.add(code_digest.__wrapped__(tmp_path))
     assert len(digests) == 3
-
-
-def test_functions_with_equal_arguments_have_their_own_results():
-    def double(context, x):
-        return 2 * x
-
-    def triple(context, x):
-        return 3 * x
-
-    assert [Context().map(function, [(5,)]) for function in (double, triple)] == [[10], [15]]

@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from weightnorm.lab.claims.probes import (
     batch_statistics,
     example_gradients,
     excess_kurtosis,
-    gradient_covariance,
     pre_activations,
     weight_rows,
 )
@@ -36,14 +34,6 @@ def test_example_gradients_match_separate_backward_passes():
     for rows in (weight_rows(model), weight_rows(plain)):
         torch.testing.assert_close(rows["0.weight"], plain[0].weight.detach().flatten(1))
     assert len([*model.parameters()]) > len([*plain.parameters()])  # its own weight norm is kept
-
-
-def test_covariance_matches_numpy():
-    gradients = torch.randn(50, 3, 4, dtype=torch.float64)
-    found = gradient_covariance(gradients)
-    for unit in range(3):
-        expected = torch.from_numpy(np.cov(gradients[:, unit].numpy().T, bias=True))
-        torch.testing.assert_close(found[unit], expected)
 
 
 def test_kurtosis_of_known_distributions():

@@ -333,7 +333,7 @@ def test_claims_are_two_lists_and_panels_one_figure(tmp_path):
     record = RunRecord(tmp_path, "claims", "full", {}, metrics=rows)
     assert summary(record) == ["1 identities: holds: 1 (1).", "1 findings: reproduced: 1 (6.3)."]
     found = {item.title: item.body for item in items(record)}
-    assert [*found] == ["Findings", "Rules", "Identities", "Claim 6.3: by width"]
+    assert [*found] == ["Verdicts", "Findings", "Rules", "Identities", "Claim 6.3: by width"]
     assert found["Findings"].to_numpy().tolist() == [
         ["6.3. It holds", "much", "weight norm −1 [−2, 0]\nbatch norm 3 [2, 4]", "3", "reproduced"]
     ]

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import pandas as pd
 import scipy.stats  # type: ignore[import-untyped]
 import torch
 from rich.console import Console
@@ -60,22 +61,13 @@ class Settings:
 # Limits
 
 
-class Rounds:
-    """Measurements of implementations; the last axis is that of the rounds."""
+Arrays = Mapping[str, Array]
+"""Implementation → its measurements; the last axis is that of the rounds."""
 
-    def __init__(self, samples: Mapping[str, Array]) -> None:
-        self.samples = samples
 
-    def ratio(self, peer: str, base: str) -> Array:
-        """Geometric interquartile mean of peer / base."""
-        if peer == base:
-            return np.ones(self.samples[peer].shape[:-1])
-        ratios = np.log(self.samples[peer]) - np.log(self.samples[base])
-        return np.exp(interquartile_mean(ratios))
-
-    def mean(self, peer: str) -> Array:
-        """Interquartile mean of the measurements of an implementation."""
-        return interquartile_mean(self.samples[peer])
+def ratio(samples: Arrays, peer: str, base: str) -> Array:
+    """Geometric interquartile mean of peer / base."""
+    return np.exp(interquartile_mean(np.log(samples[peer]) - np.log(samples[base])))
 
 
 def interquartile_mean(values: Array) -> Array:
@@ -96,21 +88,21 @@ class Limit:
     limit: float
     peers: tuple[str, ...]
     """Implementations from which the value is computed."""
-    value: Callable[[Rounds], Array]
+    value: Callable[[Arrays], Array]
     """The value that must not exceed the limit."""
 
 
 def at_most(ours: str, limit: float, theirs: str) -> Limit:
     """ours ≤ limit × theirs."""
     text = f"{ours} ≤ {limit:g} × {theirs}"
-    return Limit(text, limit, (ours, theirs), lambda rounds: rounds.ratio(ours, theirs))
+    return Limit(text, limit, (ours, theirs), lambda samples: ratio(samples, ours, theirs))
 
 
 def extra_at_most(ours: str, limit: float, theirs: str, base: str) -> Limit:
     """ours − base ≤ limit × (theirs − base)."""
 
-    def value(rounds: Rounds) -> Array:
-        extra, other = (rounds.ratio(x, base) - 1 for x in (ours, theirs))
+    def value(samples: Arrays) -> Array:
+        extra, other = (ratio(samples, x, base) - 1 for x in (ours, theirs))
         without_cost = np.where(extra > 0, np.inf, 0.0)  # where theirs has no extra cost
         return np.where(other > 0, extra / np.where(other > 0, other, 1.0), without_cost)
 
@@ -120,10 +112,11 @@ def extra_at_most(ours: str, limit: float, theirs: str, base: str) -> Limit:
 
 def added_at_most(ours: str, limit: float, base: str, size: float, what: str) -> Limit:
     """ours ≤ base + limit × size, for bytes and counts."""
-    text = f"{ours} ≤ {base} + {limit:g} × {what}"
-    return Limit(
-        text, limit, (ours, base), lambda rounds: (rounds.mean(ours) - rounds.mean(base)) / size
-    )
+
+    def value(samples: Arrays) -> Array:
+        return (interquartile_mean(samples[ours]) - interquartile_mean(samples[base])) / size
+
+    return Limit(f"{ours} ≤ {base} + {limit:g} × {what}", limit, (ours, base), value)
 
 
 def verdict(value: Interval, limit: float) -> Verdict:
@@ -191,23 +184,23 @@ class Benchmark:
 def estimate(
     samples: Mapping[str, Sequence[float]],
     peers: Iterable[str],
-    statistic: Callable[[Rounds], Array],
+    statistic: Callable[[Arrays], Array],
 ) -> Interval:
     """A statistic of some implementations and its interval; rounds are resampled whole.
 
-    >>> estimate({"a": [2.0, 4.0], "b": [1.0, 2.0]}, "ab", lambda rounds: rounds.ratio("a", "b"))
+    >>> estimate({"a": [2.0, 4.0], "b": [1.0, 2.0]}, "ab", lambda samples: ratio(samples, *"ab"))
     Interval(value=2.0, low=2.0, high=2.0)
     """
     names = [*dict.fromkeys(peers)]
     return bootstrap(
-        lambda *arrays: statistic(Rounds(dict(zip(names, arrays, strict=True)))),
+        lambda *arrays: statistic(dict(zip(names, arrays, strict=True))),
         *(samples[name] for name in names),
     )
 
 
 def ratio_interval(samples: Mapping[str, Sequence[float]], peer: str, base: str) -> Interval:
     """The ratio of an implementation to the base and its interval."""
-    return estimate(samples, (peer, base), lambda rounds: rounds.ratio(peer, base))
+    return estimate(samples, (peer, base), lambda arrays: ratio(arrays, peer, base))
 
 
 def is_precise(samples: Samples, base: str, precision: float) -> bool:
@@ -232,36 +225,32 @@ def measure(
         on_round=on_round,
     )
     ratios = {peer: ratio_interval(samples, peer, case.base) for peer in samples}
-    noise = {peer: _is_noise(case, peer, ratios[peer], settings.precision) for peer in samples}
+    noise = {
+        peer: peer in case.at_least_base and (x.high < 1 or x.value < 1 - settings.precision)
+        for peer, x in ratios.items()
+    }
     return {
         "case": case.name,
         "base": case.base,
         "unit": case.unit,
         "rounds": len(samples[case.base]),
         "results": {
-            peer: {"median": median(samples[peer]), **ratio._asdict(), "noise": noise[peer]}
-            for peer, ratio in ratios.items()
+            peer: {"median": median(samples[peer]), **x._asdict(), "noise": noise[peer]}
+            for peer, x in ratios.items()
         },
-        "goals": [_judge(limit, samples, noise) for limit in case.limits],
+        "goals": [judged(limit, samples, noise) for limit in case.limits],
         "samples": samples,
-        "share": None,  # older records have the share of the machine's speed that was reached
         "examples": case.examples,
         "summary": [asdict(line) for line in case.summary],
     }
 
 
-def _is_noise(case: Case, peer: str, ratio: Interval, precision: float) -> bool:
-    """Whether an implementation with at least the base's work measured faster: not a result."""
-    return peer in case.at_least_base and (ratio.high < 1 or ratio.value < 1 - precision)
-
-
-def _judge(limit: Limit, samples: Samples, noise: Mapping[str, bool]) -> Record:
+def judged(limit: Limit, samples: Samples, noise: Mapping[str, bool]) -> Record:
     """The value of a limit and its verdict; undecided if a ratio can only be noise."""
     value = estimate(samples, limit.peers, limit.value)
     any_noise = any(noise[peer] for peer in limit.peers)
     found: Verdict = "within noise" if any_noise else verdict(value, limit.limit)
-    row = {"goal": limit.text, "limit": limit.limit, **value._asdict()}
-    return {**row, "verdict": found, "met": found == "met"}
+    return {"goal": limit.text, "limit": limit.limit, **value._asdict(), "verdict": found}
 
 
 # The record
@@ -280,9 +269,14 @@ def run(
     part of the record that each benchmark adds. Returns the path of the record.
     """
     prepare_process()
+    fields = ("quick", "rounds", "seconds", "precision")
     with lock_folder(folder):  # two commands would each keep the other's older benchmarks
         session = {**environment(settings.device, 1), "cpu": cpu(), "load": load_average()}
-        kept = _kept_benchmarks(folder, [each.name for each in benchmarks], settings, session)
+        head = {
+            "environment": session,
+            "settings": {name: getattr(settings, name) for name in fields},
+        }
+        kept = kept_benchmarks(folder, [each.name for each in benchmarks], head)
         progress = ProgressBars(console)
         try:
             bar = progress.add("benchmarks", len(benchmarks))
@@ -294,16 +288,16 @@ def run(
                     "started": session["started"],
                     "load": load_average(),
                     "seconds": settings.seconds,
-                    "cases": _measure_cases(benchmark, settings, progress),
+                    "cases": measured_cases(benchmark, settings, progress),
                 }
-                path = _write({**_head(settings, session), "benchmarks": [*kept.values()]}, folder)
+                write({**head, "benchmarks": [*kept.values()]}, folder)
                 on_benchmark(kept[benchmark.name])
         finally:
             progress.close()
-    return path
+    return folder / "result.json"
 
 
-def _measure_cases(
+def measured_cases(
     benchmark: Benchmark, settings: Settings, progress: ProgressBars
 ) -> list[Record]:
     cases = []
@@ -320,18 +314,14 @@ def _measure_cases(
     return cases
 
 
-def _kept_benchmarks(
-    folder: Path, names: Sequence[str], settings: Settings, session: Record
-) -> dict[str, Record]:
+def kept_benchmarks(folder: Path, names: Sequence[str], head: Record) -> dict[str, Record]:
     """Return the benchmarks of the folder's record, if they can be in one table with these."""
     path = folder / "result.json"
     if not path.exists():
         return {}
     old = load(path)
     found = {benchmark["name"]: benchmark for benchmark in old["benchmarks"]}
-    differences = differing_conditions(old["environment"], session)
-    if old["settings"]["quick"] != settings.quick:
-        differences.append("sizes")
+    differences = differing_conditions(old, head)
     if not differences:
         return found
     if found.keys() <= {*names}:
@@ -342,12 +332,7 @@ def _kept_benchmarks(
     )
 
 
-def _head(settings: Settings, session: Record) -> Record:
-    fields = ("quick", "rounds", "seconds", "precision")
-    return {"environment": session, "settings": {name: getattr(settings, name) for name in fields}}
-
-
-def _write(record: Record, folder: Path) -> Path:
+def write(record: Record, folder: Path) -> None:
     """Write a record as that of a run, so that the report finds it; result.json has all of it."""
     preset = "quick" if record["settings"]["quick"] else "full"
     names = [benchmark["name"] for benchmark in record["benchmarks"]]
@@ -359,7 +344,6 @@ def _write(record: Record, folder: Path) -> Path:
     rows = [row for row in read_rows(sessions) if row.get("started") in used]
     write_rows(sessions, [*rows, record["environment"]])
     write_json(folder / "result.json", record)
-    return folder / "result.json"
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Record:
@@ -385,74 +369,59 @@ def load_average() -> float | None:
 # Comparison
 
 
-@dataclass(frozen=True)
-class Change:
-    """The value of a limit in two records."""
-
-    benchmark: str
-    case: str
-    goal: str
-    old: Interval
-    new: Interval
-
-    @property
-    def slower(self) -> bool:
-        """The intervals do not overlap and the new one is higher."""
-        return self.new.low > self.old.high
-
-    @property
-    def faster(self) -> bool:
-        """The intervals do not overlap and the new one is lower."""
-        return self.new.high < self.old.low
-
-
 def load(path: Path) -> Record:
     """Read a record; RecordError if the file is not one."""
     try:
-        record = json.loads(path.read_bytes())
-        record["settings"]["quick"], record["environment"]["machine"], [*_values(record)]
+        record: Record = json.loads(path.read_bytes())
+        record["settings"]["quick"], record["environment"]["machine"], goals(record)
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise RecordError(f"{path} is not a record of weightnorm bench (its result.json)") from None
-    return record  # type: ignore[no-any-return]
+    return record
 
 
-def compare(old: Record, new: Record) -> list[Change]:
-    """Compare the values that both records have. Sizes must be equal; machines may differ, because
-    the values are ratios within one run (see `differing_conditions`)."""
+def goals(record: Record) -> pd.DataFrame:
+    """Tabulate the value and interval of every goal, by benchmark, case and what is compared."""
+    rows = [
+        # What is compared does not depend on the limit.
+        (benchmark["name"], case["case"], re.sub(r"≤ [\d.e-]+ ×", "≤", goal["goal"]), goal["goal"],
+         goal["value"], goal["low"], goal["high"])
+        for benchmark in record["benchmarks"]
+        for case in benchmark["cases"]
+        for goal in case["goals"]
+    ]  # fmt: skip
+    index, numbers = ["benchmark", "case", "compared"], ["value", "low", "high"]
+    table = pd.DataFrame(rows, columns=[*index, "goal", *numbers]).set_index(index)
+    # JSON has null for a number that is not finite: no bound.
+    found: pd.DataFrame = table.astype(dict.fromkeys(numbers, float)).fillna(
+        {"low": -np.inf, "high": np.inf}
+    )
+    return found
+
+
+def compare(old: Record, new: Record) -> pd.DataFrame:
+    """Compare the goals that both records have: ``slower`` or ``faster`` where the intervals do not
+    overlap.
+
+    Sizes must be equal; machines may differ, because the values are ratios within one run.
+    """
     if old["settings"]["quick"] != new["settings"]["quick"]:
         raise RecordError("one of the records is --quick and the other is not: sizes differ")
-    before = {_key(*place): value for place, value in _values(old)}
-    found = [
-        Change(*place, before[_key(*place)], value)
-        for place, value in _values(new)
-        if _key(*place) in before
-    ]
-    if not found:
+    found: pd.DataFrame = goals(old).join(goals(new), how="inner", lsuffix="_old")
+    if found.empty:
         raise RecordError("the records have no goal in common")
+    found["slower"] = found["low"] > found["high_old"]
+    found["faster"] = found["high"] < found["low_old"]
     return found
 
 
 def differing_conditions(old: Record, new: Record) -> list[str]:
-    """List what differs between two environments, of what may change ratios."""
+    """List what differs between two records, of what may change ratios."""
+    before, now = ({**record["environment"], "sizes": record["settings"]["quick"]}
+                   for record in (old, new))  # fmt: skip
     return [
-        f"{field} ({old.get(field)}, now {new.get(field)})"
-        for field in ("machine", "device", "threads", "torch")
-        if old.get(field) != new.get(field)
+        f"{field} ({before.get(field)}, now {now.get(field)})"
+        for field in ("machine", "device", "threads", "torch", "sizes")
+        if before.get(field) != now.get(field)
     ]
-
-
-def _key(benchmark: str, case: str, goal: str) -> tuple[str, str, str]:
-    """What is compared does not depend on the limit."""
-    return benchmark, case, re.sub(r"≤ [\d.e-]+ ×", "≤", goal)
-
-
-def _values(record: Record) -> Iterator[tuple[tuple[str, str, str], Interval]]:
-    for benchmark in record["benchmarks"]:
-        for case in benchmark["cases"]:
-            for goal in case["goals"]:
-                # JSON has null for a number that is not finite: no bound.
-                bounds = {"value": np.nan, "low": -np.inf, "high": np.inf}
-                numbers = (x if goal[k] is None else goal[k] for k, x in bounds.items())
-                yield (benchmark["name"], case["case"], goal["goal"]), Interval(*numbers)

@@ -181,7 +181,7 @@ def recurrent_cases(settings: Settings) -> Iterator[Case]:
 # w = g·v/‖v‖ alone, forward and backward
 
 SHAPES = ((64, 32, 3, 3), (192, 192, 3, 3), (512, 512, 7), (4096, 1024))
-OPERATION, TORCH, FORMULA, COPY = "ours", "torch", "formula by autograd", "copy of the weight"
+OPERATION, TORCH, FORMULA = "ours", "torch", "formula by autograd"
 LARGE = 192 * 192 * 3 * 3
 
 
@@ -196,20 +196,15 @@ def operation_case(shape: torch.Size, dim: int, settings: Settings) -> Case:
     fused = dim in (0, len(shape) - 1)  # else torch composes the formula from smaller operations
     v = torch.randn(shape, device=settings.device, requires_grad=True)
     g = torch.rand(Units(dim).shape(shape), device=settings.device, requires_grad=True)
-    grad, target = torch.randn_like(v), torch.empty_like(v)
+    grad = torch.randn_like(v)
 
     def both(w: Tensor) -> None:
         torch.autograd.grad(w, (v, g), grad)
-
-    def copy() -> None:
-        with torch.no_grad():
-            target.copy_(v)
 
     peers: dict[str, Call] = {
         TORCH: lambda: both(torch_weight_norm(v, g, dim)),
         OPERATION: lambda: both(compose(v, g, Units(dim))),
         FORMULA: lambda: both(formula(v, g, Units(dim))),
-        COPY: copy,
     }
     name = f"{'×'.join(map(str, shape))}, dim {dim}, torch {'fused' if fused else 'composes'}"
     limit = 1.0 if fused else 0.5

@@ -1,4 +1,4 @@
-"""The optimizer form beside the module form, plain Adam and Muon.
+"""The optimizer form beside the module form and plain Adam.
 
 Whole training steps, the optimizer's step alone, and the memory that a step takes.
 """
@@ -9,7 +9,6 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,25 +25,14 @@ from weightnorm.lab.bench.benchmark import (
 )
 from weightnorm.lab.bench.layers import Residuals, signal
 from weightnorm.lab.bench.memory import peak_bytes
-from weightnorm.lab.bench.peers import (
-    NORMALIZATIONS,
-    OPTIMIZER,
-    OURS,
-    PLAIN,
-    adam,
-    build,
-    chosen_weights,
-)
+from weightnorm.lab.bench.peers import NORMALIZATIONS, OPTIMIZER, OURS, PLAIN, adam, build
 from weightnorm.lab.classify import ConvPoolCNN
 from weightnorm.lab.interleaved import Call, seconds
 
 MODULE = "module form"
-MUON, MUOWN = "Muon", "optimizer form, Muon"
 FUSED = "fused Adam"
 STEPS = 8
 """Steps of the optimizer alone of which one measurement is the median."""
-
-muon = partial(torch.optim.Muon, lr=1e-3, weight_decay=0.0)
 
 
 @dataclass(frozen=True)
@@ -56,28 +44,7 @@ class Workload:
     limit: float
 
 
-class MuonOfMatrices:
-    """Muon on every weight as a matrix, Adam on the rest: what Muon alone costs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.weights = [layer.get_parameter(name) for layer, name in chosen_weights(model)]
-        self.matrices = [nn.Parameter(p.detach().flatten(1)) for p in self.weights]
-        self.muon = muon(self.matrices)
-        chosen = {*self.weights}
-        self.adam = adam([p for p in model.parameters() if p not in chosen])
-
-    def step(self) -> None:
-        for weight, matrix in zip(self.weights, self.matrices, strict=True):
-            matrix.grad = None if weight.grad is None else weight.grad.flatten(1)
-        self.muon.step()
-        self.adam.step()
-
-
-def optimizer_of(name: str, model: nn.Module) -> MuonOfMatrices | torch.optim.Optimizer:
-    if name == MUON:
-        return MuonOfMatrices(model)
-    if name == MUOWN:
-        return WeightNormOptimizer(model, muon, lengths=adam)
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return WeightNormOptimizer(model, adam) if name == OPTIMIZER else adam(model.parameters())
 
 
@@ -182,10 +149,6 @@ def cases(settings: Settings) -> Iterator[Case]:
             summary=(Summary(f"optimizer form, {name}", OPTIMIZER),),
             at_least_base=(MODULE, OPTIMIZER),
         )
-    for name, workload in found.items():
-        peers = {each: training_step(workload, each, device) for each in (PLAIN, MUON, MUOWN)}
-        limits = (at_most(MUOWN, workload.limit, MUON),)
-        yield Case(f"Muon: {name}", peers, base=MUON, limits=limits, at_least_base=(MUOWN,))
     for name, workload in found.items():
         alone = {each: StepAlone(workload.make, each, device) for each in (FUSED, OPTIMIZER)}
         yield Case(

@@ -22,14 +22,10 @@ import torch
 
 from weightnorm.lab.claims.problem import DataName, Problem
 from weightnorm.lab.pool import worker_processes
-from weightnorm.lab.records import append_row, read_rows
+from weightnorm.lab.records import Row, append_row, read_rows
 from weightnorm.lab.statistics import Interval, mean_interval
 
 T = TypeVar("T")
-
-
-def no_progress(done: int, total: int) -> None:
-    """Report nothing."""
 
 
 Kind = Literal["identity", "finding"]
@@ -43,33 +39,6 @@ NOT_REPRODUCED: Verdict = "not reproduced"
 NOT_SHOWN: Verdict = "not shown"
 """The measurement decides neither way, for instance with too few seeds."""
 NOT_MEASURED: Verdict = "not measured"
-
-
-@dataclass(frozen=True)
-class Series:
-    """A curve of a figure: y over x, with the range over seeds at each x."""
-
-    name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Curves on one pair of axes, as values; the report draws them."""
-
-    title: str
-    x: str
-    y: str
-    series: tuple[Series, ...]
-    log_x: bool = False
-    log_y: bool = False
-    panels: str = ""
-    """Figures of a claim with the same text here are panels of one figure with this title."""
-    cap: None = None
-    """No value is capped, unlike in older records."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +61,8 @@ class Outcome:
     n: int
     """Number of independent measurements, usually seeds."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    figures: tuple[Figure, ...] = ()
+    figures: Sequence[Row] = ()
+    """Curves as numbers, see `figure`; the report draws them."""
 
 
 @dataclass(frozen=True)
@@ -225,13 +195,39 @@ def percent(x: Interval) -> str:
     return f"{100 * x.value:.3g} % [{100 * x.low:.3g}, {100 * x.high:.3g}]"
 
 
-def series(name: str, x: Iterable[float], columns: Iterable[Sequence[float]]) -> Series:
+# Figures
+
+
+def series(name: str, x: Iterable[float], columns: Iterable[Sequence[float]]) -> Row:
     """Return a curve: at each x the mean of independent values, and their range."""
     y, low, high = zip(*((fmean(c), min(c), max(c)) for c in columns), strict=True)
-    return Series(name, tuple(map(float, x)), y, low, high)
+    return {"name": name, "x": [*map(float, x)], "y": y, "low": low, "high": high}
+
+
+def figure(
+    title: str,
+    x: str,
+    y: str,
+    series: Sequence[Row],
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    panels: str = "",
+) -> Row:
+    """Return curves on one pair of axes.
+
+    Figures of a claim with the same `panels` are panels of one figure with that title.
+    """
+    axes = {"title": title, "x": x, "y": y, "log_x": log_x, "log_y": log_y, "panels": panels}
+    return {**axes, "series": series, "cap": None}  # older records capped values
 
 
 # Measuring
+
+
+def no_progress(done: int, total: int) -> None:
+    """Report nothing."""
+
 
 Part = tuple[str | int | float, ...]
 """Arguments that identify a part; JSON values."""

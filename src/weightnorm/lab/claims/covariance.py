@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from weightnorm.lab.claims.claim import (
     Context,
-    Figure,
     Outcome,
-    Series,
     Statement,
     Verdict,
     above,
     at_least,
     claim,
+    figure,
     percent,
     series,
     weakest,
 )
 from weightnorm.lab.claims.probes import example_gradients, gradient_covariance, weight_rows
+from weightnorm.lab.records import Row
 from weightnorm.lab.statistics import Interval, mean_interval
 
 EXAMPLES, BATCH = 256, 100
@@ -75,10 +75,10 @@ def dominant_direction(context: Context) -> list[Outcome]:
     return outcomes
 
 
-def _cosines(rows: list[dict[str, Any]], how: str) -> Figure:
+def _cosines(rows: list[dict[str, Any]], how: str) -> Row:
     layers, times = (sorted({row[key] for row in rows}) for key in ("layer", "step"))
 
-    def line(name: str, key: str, at: list[int]) -> Series:
+    def line(name: str, key: str, at: list[int]) -> Row:
         columns = [
             seed_means([r for r in rows if r["layer"] == n and r["step"] in at], key)
             for n in layers
@@ -88,7 +88,7 @@ def _cosines(rows: list[dict[str, Any]], how: str) -> Figure:
     lines = [line(f"after {at} steps", "cosine_dominant", [at]) for at in times]
     lines.append(line("random direction", "cosine_dominant_random", times))
     title = f"|cosine| of w with the nearest of C's {DOMINANT} dominant eigenvectors, {how}"
-    return Figure(title, "layer", "mean |cosine|", tuple(lines))
+    return figure(title, "layer", "mean |cosine|", lines)
 
 
 @claim(
@@ -113,10 +113,10 @@ def nearer_identity(context: Context) -> list[Outcome]:
         beyond = over_seeds(rows, "closer", less="closer_random")
         value = f"{percent(gain)}, beyond a random direction {percent(beyond)}"
         layers = sorted({row["layer"] for row in rows})
-        figure = _spectra(rows, how, layers[len(layers) // 2])
+        chart = _spectra(rows, how, layers[len(layers) // 2])
         numbers = {"gain": gain, "beyond random": beyond}
         outcomes.append(
-            Outcome(value, nearer_verdict(gain, beyond), len(context.seeds), numbers, (figure,))
+            Outcome(value, nearer_verdict(gain, beyond), len(context.seeds), numbers, (chart,))
         )
     return outcomes
 
@@ -126,14 +126,14 @@ def nearer_verdict(gain: Interval, beyond: Interval) -> Verdict:
     return weakest(at_least(gain, CLOSER), above(beyond, 0.0))
 
 
-def _spectra(rows: list[dict[str, Any]], how: str, layer: int) -> Figure:
+def _spectra(rows: list[dict[str, Any]], how: str, layer: int) -> Row:
     found = [row["spectra"] for row in rows if row["layer"] == layer]
     lines = []
     for name in ("C", "D"):
         values = [spectra[name] for spectra in found]
         lines.append(series(name, range(1, len(values[0]) + 1), zip(*values, strict=True)))
     title = f"Eigenvalues of C and D, layer {layer}, {how}"
-    return Figure(title, "rank", "eigenvalue / trace", tuple(lines), log_y=True)
+    return figure(title, "rank", "eigenvalue / trace", lines, log_y=True)
 
 
 def over_seeds(rows: list[dict[str, Any]], key: str, *, less: str = "") -> Interval:

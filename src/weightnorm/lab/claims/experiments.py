@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -41,7 +42,7 @@ from weightnorm.lab.records import (
     distinct_runs,
     find_records,
 )
-from weightnorm.lab.results import best_learning_rate, run_frame
+from weightnorm.lab.results import PARTS, best_learning_rate, run_frame
 from weightnorm.lab.statistics import (
     Interval,
     paired_differences,
@@ -182,27 +183,16 @@ def final(metric: str) -> Value:
     return lambda record: record.final(metric)
 
 
-def over_epochs(column: str, part: Callable[[int], slice]) -> Value:
+def over_epochs(column: str, part: str) -> Value:
     """Return a function that averages a metric over a part of the epochs; None with a gap."""
 
     def mean(record: RunRecord) -> float | None:
         values = record.column(column)
         complete = values and None not in values and record.diverged is None
-        return fmean(x for x in values[part(len(values))] if x is not None) if complete else None
+        numbers = [x for x in values[PARTS[part](len(values))] if x is not None]
+        return fmean(numbers) if complete else None
 
     return mean
-
-
-def all_epochs(n: int) -> slice:
-    return slice(n)
-
-
-def first_quarter(n: int) -> slice:
-    return slice(max(n // 4, 1))
-
-
-def last_quarter(n: int) -> slice:
-    return slice(n - max(n // 4, 1), n)
 
 
 def not_measured(count: int, reason: str = "no records") -> list[Outcome]:
@@ -212,7 +202,7 @@ def not_measured(count: int, reason: str = "no records") -> list[Outcome]:
 # CIFAR-10
 
 
-EARLY = over_epochs(TRAINING, first_quarter)
+EARLY = over_epochs(TRAINING, "first quarter")
 LATE, TEST = final(TRAINING), final("test_error")
 SIMILAR = f"within ±{100 * MARGIN:g} % of each other"
 PAIRED = "errors relative to each other, paired by seed, at the rate with the lowest training error"
@@ -288,20 +278,14 @@ def cifar10_statements(runs: Runs) -> list[Outcome]:
         text = ", ".join(f"{name} {percent(x)}" for name, x in found.items())
         return Outcome(f"{runs.label}: {text}", weakest(*map(rule, found.values())), n, found)
 
-    def lower(x: Interval) -> Verdict:
-        return below(x, 0.0)
-
-    def similar(x: Interval) -> Verdict:
-        return equivalent(x, MARGIN)
-
-    def behind(x: Interval) -> Verdict:
-        return above(x, 0.0)
+    lower, behind = partial(below, threshold=0.0), partial(above, threshold=0.0)
+    similar = partial(equivalent, margin=MARGIN)
 
     def much_lower(x: Interval) -> Verdict:
         return at_least(Interval(-x.value, -x.high, -x.low), MARGIN)
 
     three = (STANDARD, WEIGHT_NORM, MEAN_ONLY)
-    speed = over_epochs(TRAINING, all_epochs)
+    speed = over_epochs(TRAINING, "all epochs")
     return [
         judged([(WEIGHT_NORM, STANDARD), (BATCH_NORM, STANDARD)], speed, lower),
         judged([(BATCH_NORM, WEIGHT_NORM)], EARLY, lower),
@@ -368,9 +352,9 @@ def other_experiments(context: Context) -> list[Outcome]:
     return [
         together(bounds),
         variance_outcome(most_complete(auto_encoders, (STANDARD, WEIGHT_NORM), "mnist")),
-        compared(drawn, over_epochs(BOUND, all_epochs), below),
-        compared(invaders, over_epochs(SCORE, all_epochs), above),
-        compared(invaders, over_epochs(SCORE, last_quarter), above),
+        compared(drawn, over_epochs(BOUND, "all epochs"), below),
+        compared(invaders, over_epochs(SCORE, "all epochs"), above),
+        compared(invaders, over_epochs(SCORE, "last quarter"), above),
     ]
 
 
@@ -425,7 +409,7 @@ def four_games(context: Context) -> list[Outcome]:
     for game in GAMES:
         runs = most_complete(comparable_runs(context.records, dqn), (STANDARD, WEIGHT_NORM), game)
         if runs is not None:
-            value = over_epochs(SCORE, last_quarter)
+            value = over_epochs(SCORE, "last quarter")
             found[game] = runs.ratio(WEIGHT_NORM, STANDARD, value)
     text = ", ".join(f"{game} {percent(x)}" for game, x in found.items()) or "no records"
     if len(found) < len(GAMES):

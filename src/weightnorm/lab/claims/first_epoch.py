@@ -24,13 +24,12 @@ from weightnorm import data_dependent_init
 from weightnorm.lab import classify
 from weightnorm.lab.claims.claim import (
     Context,
-    Figure,
     Outcome,
-    Series,
     Statement,
     at_least,
     below,
     claim,
+    figure,
     interval,
     paired,
     relative,
@@ -39,6 +38,7 @@ from weightnorm.lab.claims.claim import (
 )
 from weightnorm.lab.claims.problem import WRAPS
 from weightnorm.lab.environment import autocast
+from weightnorm.lab.records import Row
 
 STANDARD, WEIGHT_NORM, BATCH_NORM = "standard", "weight-norm", "batch-norm"
 MEAN_ONLY, BOTH = "mean-only-batch-norm", "weight-norm-mean-only"
@@ -215,11 +215,11 @@ def by_layer(found: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def figures(found: Mapping[str, Sequence[Run]]) -> tuple[Figure, ...]:
+def figures(found: Mapping[str, Sequence[Run]]) -> list[Row]:
     """Size of means and standard deviations over the steps, and of the means in each layer."""
     panels = "First 500 steps of CIFAR-10: means and standard deviations of pre-activations"
     y = "root mean square over units"
-    over_steps: dict[str, list[Series]] = {"mean": [], "std": []}
+    over_steps: dict[str, list[Row]] = {"mean": [], "std": []}
     in_layers = []
     for arm, runs in found.items():
         for name, lines in over_steps.items():
@@ -227,8 +227,8 @@ def figures(found: Mapping[str, Sequence[Run]]) -> tuple[Figure, ...]:
             lines.append(series(arm, runs[0]["steps"], columns))
         layers = [[fmean(x) for x in zip(*run["mean"], strict=True)] for run in runs]
         in_layers.append(series(arm, range(1, len(layers[0]) + 1), zip(*layers, strict=True)))
-    return (
-        Figure("mean, average of layers", "step", y, tuple(over_steps["mean"]), panels=panels),
-        Figure("standard deviation", "step", y, tuple(over_steps["std"]), panels=panels),
-        Figure("mean, average of steps", "layer", y, tuple(in_layers), panels=panels),
-    )
+    return [
+        figure("mean, average of layers", "step", y, over_steps["mean"], panels=panels),
+        figure("standard deviation", "step", y, over_steps["std"], panels=panels),
+        figure("mean, average of steps", "layer", y, in_layers, panels=panels),
+    ]

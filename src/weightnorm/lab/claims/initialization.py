@@ -12,19 +12,19 @@ from weightnorm.lab.claims.claim import (
     NOT_REPRODUCED,
     REPRODUCED,
     Context,
-    Figure,
     Outcome,
-    Series,
     Statement,
     Verdict,
     below,
     claim,
+    figure,
     percent,
     relative,
     series,
 )
 from weightnorm.lab.claims.learning_rates import best_rate
 from weightnorm.lab.claims.probes import pre_activations
+from weightnorm.lab.records import Row
 
 BATCH = 100
 RATES = (0.0003, 0.001, 0.003, 0.01)
@@ -107,9 +107,9 @@ def initialization_matters(context: Context) -> list[Outcome]:
         values[how] = relative(means[INITIALIZED], means[DRAWN])
     text = "; ".join(f"{how}: {percent(x)}" for how, x in values.items())
     title = "Training loss with data-dependent initialization, and as drawn"
-    figure = Figure(title, "step", "training loss", tuple(lines))
+    chart = figure(title, "step", "training loss", lines)
     verdict = below(values["weight-norm"], 0.0)
-    return [Outcome(text, verdict, len(context.seeds) - 1, values, (figure,))]
+    return [Outcome(text, verdict, len(context.seeds) - 1, values, (chart,))]
 
 
 def training_curve(context: Context, how: str, start: str, seed: int, rate: float) -> list[float]:
@@ -121,7 +121,7 @@ def training_curve(context: Context, how: str, start: str, seed: int, rate: floa
     return losses + [max(losses[:1], default=1e3)] * (steps - len(losses))
 
 
-def _smooth(name: str, curves: list[list[float]], window: int = 10) -> Series:
+def _smooth(name: str, curves: list[list[float]], window: int = 10) -> Row:
     """The mean of every ten steps, over seeds."""
     starts = range(0, len(curves[0]), window)
     columns = [[fmean(curve[i : i + window]) for curve in curves] for i in starts]

@@ -18,21 +18,21 @@ import torch
 
 from weightnorm.lab.claims.claim import (
     Context,
-    Figure,
     Outcome,
-    Series,
     Statement,
     Verdict,
     above,
     at_least,
     claim,
     equivalent,
+    figure,
     paired,
     percent,
     relative,
     series,
     weakest,
 )
+from weightnorm.lab.records import Row
 
 STANDARD, WEIGHT_NORM, LOG_SCALE = "standard", "weight-norm", "weight-norm-log"
 PARAMETERIZATIONS = (STANDARD, WEIGHT_NORM, "batch-norm")
@@ -234,19 +234,19 @@ def best_rate(losses: Sequence[float]) -> int:
     return min(range(len(losses)), key=losses.__getitem__)
 
 
-def loss_figure(title: str, rates: Sequence[float], losses: Table, panels: str) -> Figure:
+def loss_figure(title: str, rates: Sequence[float], losses: Table, panels: str) -> Row:
     """Final training loss against the rate; a line ends where a seed diverged."""
-    lines: list[Series] = []
+    lines: list[Row] = []
     for how, rows in losses.items():
         columns = {r: c for r, c in zip(rates, zip(*rows, strict=True), strict=True)
                    if max(c) < DIVERGED}  # fmt: skip
         if columns:
             lines.append(series(how, columns, columns.values()))
-    return Figure(
+    return figure(
         title,
         "learning rate",
         "final training loss",
-        tuple(lines),
+        lines,
         log_x=True,
         log_y=True,
         panels=f"{panels}: final training loss against the learning rate",

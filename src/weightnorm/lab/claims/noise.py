@@ -13,17 +13,17 @@ from torch import Tensor
 
 from weightnorm.lab.claims.claim import (
     Context,
-    Figure,
     Outcome,
-    Series,
     Statement,
     above,
     below,
     claim,
+    figure,
     paired,
     series,
 )
 from weightnorm.lab.claims.probes import batch_statistics, excess_kurtosis, pre_activations
+from weightnorm.lab.records import Row
 from weightnorm.lab.statistics import mean_interval
 
 PAPERS_BATCH = 100
@@ -125,31 +125,31 @@ def histogram(noise: Tensor) -> list[float]:
     return found
 
 
-def _sizes(how: str, kurtosis: dict[int, dict[str, list[float]]]) -> Figure:
+def _sizes(how: str, kurtosis: dict[int, dict[str, list[float]]]) -> Row:
     lines = [
         series(words, BATCHES, [kurtosis[batch][name] for batch in BATCHES])
         for name, words in STATISTICS.items()
     ]
     title = f"Tails of the noise of batch statistics, {how}"
-    return Figure(title, "batch size", "excess kurtosis", tuple(lines), log_x=True)
+    return figure(title, "batch size", "excess kurtosis", lines, log_x=True)
 
 
-def _layers(how: str, found: Sequence[dict[str, Any]]) -> Figure:
+def _layers(how: str, found: Sequence[dict[str, Any]]) -> Row:
     lines = []
     for name, words in STATISTICS.items():
         rows = [seed["kurtosis"][f"{name}, {PAPERS_BATCH}"] for seed in found]
         lines.append(series(words, range(1, len(rows[0]) + 1), zip(*rows, strict=True)))
     title = f"Tails of the noise of batch statistics by layer, batches of {PAPERS_BATCH}, {how}"
-    return Figure(title, "layer", "excess kurtosis", tuple(lines))
+    return figure(title, "layer", "excess kurtosis", lines)
 
 
-def _histogram(how: str, found: Sequence[dict[str, Any]]) -> Figure:
+def _histogram(how: str, found: Sequence[dict[str, Any]]) -> Row:
     x = tuple((a + b) / 2 for a, b in pairwise(EDGES))
     lines = []
     for name, words in STATISTICS.items():
         columns = zip(*(seed["histograms"][name] for seed in found), strict=True)
-        lines.append(Series(words, x, tuple(map(fmean, columns))))
+        lines.append({"name": words, "x": x, "y": [*map(fmean, columns)]})
     normal = (math.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) for z in x)
-    lines.append(Series("normal distribution", x, tuple(max(y, RAREST) for y in normal)))
+    lines.append({"name": "normal distribution", "x": x, "y": [max(y, RAREST) for y in normal]})
     title = f"Noise of batch statistics, batches of {PAPERS_BATCH}, the middle layer, {how}"
-    return Figure(title, "standard deviations", "density", tuple(lines), log_y=True)
+    return figure(title, "standard deviations", "density", lines, log_y=True)

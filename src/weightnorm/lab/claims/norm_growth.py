@@ -17,12 +17,12 @@ from weightnorm.lab.claims.claim import (
     NOT_REPRODUCED,
     REPRODUCED,
     Context,
-    Figure,
     Outcome,
     Statement,
     Verdict,
     above,
     claim,
+    figure,
     paired,
     percent,
     series,
@@ -66,7 +66,7 @@ def monotone_growth(context: Context) -> list[Outcome]:
         series(name, range(len(x[0]["curve"])), zip(*(row["curve"] for row in x), strict=True))
         for name, x in rows.items()
     ]
-    figure = Figure("‖v‖ over training", "step", "mean ‖v‖ / initial", tuple(lines))
+    chart = figure("‖v‖ over training", "step", "mean ‖v‖ / initial", lines)
     plain = rows.pop("gradient descent")
     shrinking, off = (max(row[key] for row in plain) for key in ("shrinking", "pythagoras"))
     growth = {name: [row["growth"] for row in x] for name, x in rows.items()}
@@ -81,7 +81,7 @@ def monotone_growth(context: Context) -> list[Outcome]:
     n = len(context.seeds)
     return [
         Outcome(value, exact, n, {"shrinking": shrinking, "deviation": off}),
-        Outcome("; ".join(texts), growth_verdict(growth), n, numbers, (figure,)),
+        Outcome("; ".join(texts), growth_verdict(growth), n, numbers, (chart,)),
     ]
 
 
@@ -153,12 +153,12 @@ def noise_and_growth(context: Context) -> list[Outcome]:
     )
     line = series("weight norm", BATCHES, growth.values())
     title = "Growth of ‖v‖ against the noise of the gradient"
-    figure = Figure(title, "batch size", "final ‖v‖ / initial ‖v‖ − 1", (line,), log_x=True)
+    chart = figure(title, "batch size", "final ‖v‖ / initial ‖v‖ − 1", (line,), log_x=True)
     grown = ", ".join(f"batch {b}: {percent(mean_interval(growth[b]))}" for b in BATCHES)
     step = ", ".join(f"batch {b}: × {1 / (1 + fmean(shrinking[b])):.3g}" for b in BATCHES)
     n = len(context.seeds)
     return [
-        Outcome(grown, noise_verdict(growth), n, {"growth": growth}, (figure,)),
+        Outcome(grown, noise_verdict(growth), n, {"growth": growth}, (chart,)),
         Outcome(f"effective step: {step}", noise_verdict(shrinking), n, {"shrinking": shrinking}),
     ]
 

@@ -18,18 +18,19 @@ from weightnorm.lab.claims.claim import (
     NOT_SHOWN,
     REPRODUCED,
     Context,
-    Figure,
     Outcome,
     Statement,
     Verdict,
     above,
     below,
     claim,
+    figure,
     interval,
     paired,
     series,
     weakest,
 )
+from weightnorm.lab.records import Row
 from weightnorm.lab.replay_buffer import ReplayBuffer, Transitions
 from weightnorm.lab.statistics import Interval
 
@@ -195,11 +196,11 @@ def unexplained(agent: dqn.Agent, unseen: Transitions, q: Tensor) -> float:
     return (error.square().mean() / targets.var(correction=0)).item()
 
 
-def _figure(found: dict[Any, Any], settings: list[Any], seeds: tuple[int, ...], key: str) -> Figure:
+def _figure(found: dict[Any, Any], settings: list[Any], seeds: tuple[int, ...], key: str) -> Row:
     lines = []
     for how, batch in settings:
         curves = [found[how, batch, RATES[1], seed][key] for seed in seeds]
         x = range(0, EVERY * len(curves[0]), EVERY)
         lines.append(series(f"{how}, batch {batch}", x, zip(*curves, strict=True)))
     title, y = FIGURES[key]
-    return Figure(title, "update", y, tuple(lines), log_y=key == "residuals")
+    return figure(title, "update", y, lines, log_y=key == "residuals")

@@ -12,23 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from weightnorm.lab.claims import (  # importing them registers their claims
-    cost,
-    covariance,
-    experiments,
-    first_epoch,
-    identities,
-    initialization,
-    learning_rates,
-    noise,
-    norm_growth,
-    q_learning,
-)
 from weightnorm.lab.claims.claim import CLAIMS, Claim, Context, code_digest
 from weightnorm.lab.claims.rows import latest_rows
 from weightnorm.lab.environment import environment, prepare_process
@@ -37,18 +26,20 @@ from weightnorm.lab.files import lock_folder
 from weightnorm.lab.progress import ProgressBars
 from weightnorm.lab.records import Row, append_row, load_record, read_rows, write_json
 
-MODULES = (
-    cost,
-    covariance,
-    experiments,
-    first_epoch,
-    identities,
-    initialization,
-    learning_rates,
-    noise,
-    norm_growth,
-    q_learning,
-)
+for name in (
+    "cost",
+    "covariance",
+    "experiments",
+    "first_epoch",
+    "identities",
+    "initialization",
+    "learning_rates",
+    "noise",
+    "norm_growth",
+    "q_learning",
+):
+    import_module(f"weightnorm.lab.claims.{name}")  # registers its claims
+
 QUICK_SEEDS, SEEDS = (1, 2, 3), (11, 12, 13, 14, 15)
 """Seeds of a full measurement: none of those on which the rules were chosen."""
 
@@ -83,9 +74,10 @@ def measure(
     if unknown := [number for number in only if number not in CLAIMS]:
         numbers = ", ".join(map(str, sorted(CLAIMS)))
         raise ConfigError(f"there is no claim {unknown[0]}; expected one of {numbers}")
+    known = load_record(folder).config if (folder / "config.json").exists() else {}
     context = Context(
         quick=quick,
-        seeds=tuple(seeds) or _recorded_seeds(folder) or (QUICK_SEEDS if quick else SEEDS),
+        seeds=tuple(seeds or known.get("seeds", QUICK_SEEDS if quick else SEEDS)),
         data_dir=data_dir,
         records=records or runs,
         workers=jobs or (1 if quick else os.cpu_count() or 1),
@@ -93,49 +85,49 @@ def measure(
     )
     expected = "two or more, for an interval, each once"
     require(len({*context.seeds}) == len(context.seeds) > 1, "seeds", context.seeds, expected)
-    with lock_folder(folder):
-        chosen = [CLAIMS[number] for number in sorted({*(only or CLAIMS)})]
-        return _measure(context, chosen, folder, console or Console(stderr=True), on_claim)
-
-
-def _measure(
-    context: Context,
-    claims: Sequence[Claim],
-    folder: Path,
-    console: Console,
-    on_claim: Callable[[Sequence[Row]], None],
-) -> Path:
     prepare_process(threads=1)  # as in the workers: results do not depend on their number
-    _open_record(folder, context)
-    recorded = latest_rows(read_rows(folder / "metrics.jsonl"))
-    progress = ProgressBars(console)
-    failed: list[str] = []
-    try:
-        bar = progress.add("claims", len(claims))
-        for index, claim in enumerate(claims):
-            progress.update(bar, index)
-            rows = [row for row in recorded if row["number"] == claim.number]
-            if claim.from_records or [row.get("code") for row in rows] != [
-                code_digest() for _ in claim.statements
-            ]:
-                try:
-                    rows = _measure_one(claim, context, progress)
-                except RunError as error:  # the others can still be measured
-                    failed.append(f"claim {claim.number}: {error}")
-                    continue
-                for row in rows:
-                    append_row(folder / "metrics.jsonl", row)
-            on_claim(rows)
-    except KeyboardInterrupt:
-        raise Interrupted(folder) from None
-    finally:
-        progress.close()
-    if failed:
-        raise RunError(f"{'; '.join(failed)}. The others are in {folder}")
-    rows = latest_rows(read_rows(folder / "metrics.jsonl"))
-    if {row["number"] for row in rows} >= CLAIMS.keys():
-        write_json(folder / "result.json", Counter(row["verdict"] for row in rows))
+    progress = ProgressBars(console or Console(stderr=True))
+    with lock_folder(folder):
+        _open_record(folder, {"seeds": list(context.seeds)})
+        try:
+            chosen = [CLAIMS[number] for number in sorted({*(only or CLAIMS)})]
+            failed = _measure_all(chosen, context, folder, progress, on_claim)
+        except KeyboardInterrupt:
+            raise Interrupted(folder) from None
+        finally:
+            progress.close()
+        if failed:
+            raise RunError(f"{'; '.join(failed)}. The others are in {folder}")
+        rows = latest_rows(read_rows(folder / "metrics.jsonl"))
+        if {row["number"] for row in rows} >= CLAIMS.keys():
+            write_json(folder / "result.json", Counter(row["verdict"] for row in rows))
     return folder
+
+
+def _measure_all(
+    claims: Sequence[Claim],
+    context: Context,
+    folder: Path,
+    progress: ProgressBars,
+    on_claim: Callable[[Sequence[Row]], None],
+) -> list[str]:
+    """Measure and record the claims that are not recorded; return messages of those that failed."""
+    recorded, failed = latest_rows(read_rows(folder / "metrics.jsonl")), []
+    bar = progress.add("claims", len(claims))
+    for index, claim in enumerate(claims):
+        progress.update(bar, index)
+        rows = [row for row in recorded if row["number"] == claim.number]
+        same = [row.get("code") for row in rows] == [code_digest()] * len(claim.statements)
+        if claim.from_records or not same:
+            try:
+                rows = _measure_one(claim, context, progress)
+            except RunError as error:  # the others can still be measured
+                failed.append(f"claim {claim.number}: {error}")
+                continue
+            for row in rows:
+                append_row(folder / "metrics.jsonl", row)
+        on_claim(rows)
+    return failed
 
 
 def _measure_one(claim: Claim, context: Context, progress: ProgressBars) -> list[Row]:
@@ -160,25 +152,16 @@ def _measure_one(claim: Claim, context: Context, progress: ProgressBars) -> list
     ]  # fmt: skip
 
 
-def _recorded_seeds(folder: Path) -> tuple[int, ...]:
-    if not (folder / "config.json").exists():
-        return ()
-    return tuple(load_record(folder).config.get("seeds", ()))
-
-
-def _open_record(folder: Path, context: Context) -> None:
+def _open_record(folder: Path, config: Row) -> None:
     """Create the record, or check that an existing one has the same seeds."""
-    config = {"seeds": list(context.seeds)}
-    if (folder / "config.json").exists():
-        before = load_record(folder).config
-        if before.get("seeds") != config["seeds"]:
-            raise ConfigError(
-                f"{folder} was measured with other settings: got {config}, recorded {before}; "
-                "delete it or choose another --out"
-            )
-    else:
+    if not (folder / "config.json").exists():
         head = {"experiment": "claims", "preset": folder.name, "config": config}
         write_json(folder / "config.json", head)
+    elif (before := load_record(folder).config) != config:
+        raise ConfigError(
+            f"{folder} was measured with other settings: got {config}, recorded {before}; "
+            "delete it or choose another --out"
+        )
     append_row(folder / "sessions.jsonl", environment(torch.device("cpu"), 1))
 
 

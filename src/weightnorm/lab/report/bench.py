@@ -43,7 +43,7 @@ def items(record: Row) -> Iterator[Item]:
     yield summary(record)
     caption = "Dashed: plain weights (for mean-only batch norm, BN: the convolution alone)."
     title = "Cost relative to plain weights"
-    yield Item(title, partial(overview, record), [caption], name="bench-summary")
+    yield Item(title, partial(overview, record), [caption], folded=True, name="bench-summary")
     rows = [
         {
             "work": f"{benchmark['title']}: {case['case']}",
@@ -116,13 +116,14 @@ def short_goal(goal: Row) -> str:
     >>> short_goal({"goal": "weight norm ≤ 1.01 × plain", "verdict": "met"})
     '≤\xa01.01\xa0✓'
     >>> short_goal({"goal": "extra cost of a ≤ 0.5 × that of batch norm", "verdict": "missed"})
-    "extra\xa0≤\xa00.5\xa0×\xa0BN's\xa0✗"
+    "extra ≤ 0.5 × BN's ✗"
     """
     extra = "extra " if goal["goal"].startswith("extra cost") else ""
     text = f"{extra}≤{goal['goal'].partition('≤')[2]}"
     text = re.sub(r" × (plain|standard|forward pass)$", "", text)
     text = text.replace("that of batch norm", "BN's")
-    return f"{text} {MARKS[goal['verdict']]}".replace(" ", NO_BREAK)
+    text = f"{text} {MARKS[goal['verdict']]}"
+    return text.replace(" ", NO_BREAK) if len(text) < 12 else text
 
 
 def details(record: Row) -> Iterator[Item]:

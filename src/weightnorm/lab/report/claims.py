@@ -57,21 +57,28 @@ def summary(record: RunRecord) -> list[str]:
 
 
 def items(record: RunRecord) -> Iterator[Item]:
-    """Yield the identities, the findings with their rules, and the figures."""
+    """Yield the verdicts; on request what was measured, the rules, and the figures."""
     rows = latest_rows(record.metrics)
+    found = [row for row in rows if row.get("kind") == "finding"]
+    verdicts = [
+        {"claim": statement(row), "n": str(row["n"]), "verdict": row["verdict"]}
+        for row in found or rows
+    ]
+    if verdicts:
+        yield Item("Verdicts", frame(verdicts))
+    if found:
+        yield Item("Findings", findings(found), folded=True)
+        rules = [{"claim": row["id"], "rule": row["rule"]} for row in found]
+        yield Item("Rules", frame(rules), folded=True)
     identities = [
         {"identity": statement(row), "largest deviation": row["value"], "verdict": row["verdict"]}
         for row in rows
         if row.get("kind") == "identity"
     ]
-    found = [row for row in rows if row.get("kind") == "finding"]
-    if found:
-        yield Item("Findings", findings(found))
-        rules = [{"claim": row["id"], "rule": row["rule"]} for row in found]
-        yield Item("Rules", frame(rules), folded=True)
     if identities:
         yield Item("Identities", frame(identities), folded=bool(found))
-    yield from items_of_older_records([row for row in rows if "kind" not in row])
+    if older := [row for row in rows if "kind" not in row]:
+        yield older_measurements(older)
     for row in rows:
         # Figures with the same title of panels are one figure.
         for title, each in groupby(row.get("figures") or (), lambda x: x.get("panels", "")):
@@ -86,20 +93,15 @@ def items(record: RunRecord) -> Iterator[Item]:
                 )
 
 
-def items_of_older_records(rows: Sequence[Row]) -> Iterator[Item]:
-    """Yield the tables of a record that has one list of claims."""
-    if rows:
-        verdicts = [
-            {"claim": statement(row), "n": str(row["n"]), "verdict": row["verdict"]} for row in rows
-        ]
-        yield Item("Verdicts", frame(verdicts))
-        fields = {"claim": "id", "section": "section", "measured": "rule", "paper": "paper"}
-        measured = [
-            {**{head: row[field] for head, field in fields.items()}, "value": one_per_line(row)}
-            for row in rows
-        ]
-        heads = ["claim", "section", "measured", "value", "paper"]
-        yield Item("Measurements", frame(measured)[heads], folded=True)
+def older_measurements(rows: Sequence[Row]) -> Item:
+    """Tabulate a record that has one list of claims."""
+    fields = {"claim": "id", "section": "section", "measured": "rule", "paper": "paper"}
+    measured = [
+        {**{head: row[field] for head, field in fields.items()}, "value": one_per_line(row)}
+        for row in rows
+    ]
+    table = frame(measured)[["claim", "section", "measured", "value", "paper"]]
+    return Item("Measurements", table, folded=True)
 
 
 def findings(rows: Sequence[Row]) -> Any:

@@ -296,7 +296,8 @@ def differences(one: Setting) -> Iterator[Item]:
             "parameterization with the same seed: mean over n seeds [95 % interval]."
         )
     if rows:
-        yield Item("Difference" + " to standard" * (not about.baselines), frame(rows), [note])
+        title = "Difference" + " to standard" * (not about.baselines)
+        yield Item(title, frame(rows), [note], folded=True)
 
 
 def epochs_to_common(one: Setting) -> Iterator[Item]:

@@ -7,8 +7,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from weightnorm.lab.claims.runner import CLAIMS
 from weightnorm.lab.records import RunRecord
+from weightnorm.lab.report import claims
 from weightnorm.lab.report.bench import overview
-from weightnorm.lab.report.claims import STATEMENTS, about_experiment, items, line_styles, summary
+from weightnorm.lab.report.claims import STATEMENTS, items, line_styles, summary
 from weightnorm.lab.report.figures import curve_figure, rate_figure
 from weightnorm.lab.report.page import experiment_section
 from weightnorm.lab.report.style import STYLES, slug
@@ -347,8 +348,12 @@ def test_every_experiment_of_the_paper_has_its_statements():
     every = {id for claim in CLAIMS.values() for id in (str(claim.number), *claim.ids())}
     assert {x for chosen in STATEMENTS.values() for x in chosen} <= every
     rows = [claim_row("20.1"), claim_row("20.2"), claim_row("20.4"), claim_row("24")]
-    assert [row["id"] for row in about_experiment("vae", rows)] == ["20.1", "20.2"]
-    assert [row["id"] for row in about_experiment("dqn", rows)] == ["20.4", "24"]
+    assert [row["id"] for row in claims.about_experiment("vae", rows)] == ["20.1", "20.2"]
+    assert [row["id"] for row in claims.about_experiment("dqn", rows)] == ["20.4", "24"]
+    value = "vae cpu mnist, smaller: weight-norm -1"
+    table, notes = claims.verdicts([claim_row("20.1", value=value)])
+    assert table.iloc[0].tolist() == ["20.1. It holds: much", "weight norm −1", "3", "reproduced"]
+    assert notes == ["Runs: vae cpu mnist, smaller."]
 
 
 def test_lines_of_claims_have_the_colors_of_parameterizations():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -124,26 +123,27 @@ def _is_complete(record: RunRecord) -> bool:
 
 
 def _runs(records: Sequence[RunRecord], experiment: ModuleType) -> Runs:
-    arms: dict[str, dict[float, list[RunRecord]]] = {}
-    for record in records:
-        how, default = record.config["parameterization"], "norm"
-        if how == WEIGHT_NORM and record.config.get(INITIAL_G, default) != default:
-            how = f"{how}, {INITIAL_G}={record.config[INITIAL_G]}"
-        rates = arms.setdefault(how, {})
-        rates.setdefault(record.config["learning_rate"], []).append(record)
     highest = experiment.METRIC in getattr(experiment, "HIGHER_IS_BETTER", ())
-    chosen, best = {}, {}
-    for how, rates in sorted(arms.items()):
-        tried_runs = run_frame(record for runs in rates.values() for record in runs)
-        found = best_learning_rate(tried_runs, experiment.METRIC, highest)
-        rate = min(rates) if found is None else found
-        best[how] = rate, len(rates)
-        tried = Counter(record.config["seed"] for runs in rates.values() for record in runs)
-        fresh = [record for record in rates[rate] if tried[record.config["seed"]] == 1]
-        chosen[how] = fresh if len(fresh) > 1 else rates[rate]
+    runs = run_frame(records)
+    runs["arm"] = [_arm(record) for record in records]
+    arms, rates = {}, {}
+    for arm, tried in runs.groupby("arm"):
+        found = best_learning_rate(tried, experiment.METRIC, highest)
+        rate = tried["learning_rate"].min() if found is None else found
+        own = tried[tried["learning_rate"] == rate]
+        chose = tried.loc[tried["learning_rate"] != rate, "seed"]
+        fresh = own[~own["seed"].isin(chose)]
+        arms[str(arm)] = [*(fresh if len(fresh) > 1 else own)["record"]]
+        rates[str(arm)] = float(rate), tried["learning_rate"].nunique()
     at_scale = is_at_scale(records[0], experiment)
     size = "" if at_scale else ", smaller than the paper's"
-    return Runs(f"{experiment.NAME} {_label(records[0], experiment)}{size}", at_scale, chosen, best)
+    return Runs(f"{experiment.NAME} {_label(records[0], experiment)}{size}", at_scale, arms, rates)
+
+
+def _arm(record: RunRecord) -> str:
+    """The parameterization, with the initial g of weight norm unless it is ‖v‖."""
+    how, g = record.config["parameterization"], record.config.get(INITIAL_G, "norm")
+    return str(how) if g == "norm" or how != WEIGHT_NORM else f"{how}, {INITIAL_G}={g}"
 
 
 def is_at_scale(record: RunRecord, experiment: ModuleType) -> bool:

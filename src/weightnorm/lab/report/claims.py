@@ -9,6 +9,7 @@ from functools import partial
 from itertools import cycle, groupby
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -31,6 +32,8 @@ STATEMENTS = {
     "dqn": ("20.4", "20.5", "21", "24"),
 }
 """Experiment → claims, or single statements, about it."""
+RUNS = re.compile(r"\b((?:classify|vae|draw|dqn) [^:;]*): ")
+"""The setting of the runs that a value was computed from."""
 
 
 def tally(rows: Sequence[Row]) -> str:
@@ -104,7 +107,7 @@ def older_measurements(rows: Sequence[Row]) -> Item:
     return Item("Measurements", table, folded=True)
 
 
-def findings(rows: Sequence[Row]) -> Any:
+def findings(rows: Sequence[Row]) -> pd.DataFrame:
     """Tabulate what the paper states, what was measured, and the verdict."""
     return frame(
         [
@@ -129,6 +132,23 @@ def about_experiment(experiment: str, rows: Sequence[Row]) -> list[Row]:
         for row in rows
         if row["id"] in chosen or str(row["number"]) in chosen or row["id"] in whole
     ]
+
+
+def verdicts(rows: Sequence[Row]) -> tuple[pd.DataFrame, list[str]]:
+    """Tabulate the paper's statements about an experiment, and name the runs in a note."""
+    labels = sorted({label for row in rows for label in RUNS.findall(row["value"])})
+    table = frame(
+        [
+            {
+                "the paper": f"{statement(row)}: {row['paper']}",
+                "ours": RUNS.sub("", one_per_line(row)) if len(labels) == 1 else one_per_line(row),
+                "n": str(row["n"]),
+                "verdict": row["verdict"],
+            }
+            for row in rows
+        ]
+    )
+    return table, [f"Runs: {label}." for label in labels if len(labels) == 1]
 
 
 def statement(row: Row) -> str:

@@ -109,7 +109,7 @@ def blocks(sections: Sequence[Section], records: Sequence[RunRecord]) -> dict[st
             found |= dict(rendered(part.name, part.items))
         found |= dict(rendered(f"{section.experiment}-other-settings", section.unfolded))
         if own := claims.about_experiment(section.experiment, rows):
-            found[f"{section.experiment}-verdicts"] = markdown(claims.findings(own))
+            found[f"{section.experiment}-verdicts"] = markdown(*claims.verdicts(own))
         elif any(part.verdicts for part in section.parts):
             found[f"{section.experiment}-verdicts"] = verdicts([section], links=False)
     return found | {"experiments": verdicts(sections, links=True)}

@@ -49,7 +49,7 @@ def test_values_of_limits():
     assert value(at_most("a", 1.0, "b"), a=3.0, b=2.0) == pytest.approx(1.5)
     extra = extra_at_most("a", 0.5, "b", "base")
     assert value(extra, a=1.1, b=1.4, base=1.0) == pytest.approx(0.25)
-    assert value(extra, a=1.1, b=1.0, base=1.0) == np.inf  # the other has no extra cost
+    assert value(extra, a=1.1, b=1.0, base=1.0) > 10  # the other has no extra cost
     assert value(extra, a=1.0, b=0.9, base=1.0) == 0
     added = added_at_most("a", 1.0, "b", 100, "weights")
     assert value(added, a=350.0, b=200.0) == pytest.approx(1.5)

@@ -99,12 +99,11 @@ def at_most(ours: str, limit: float, theirs: str) -> Limit:
 
 
 def extra_at_most(ours: str, limit: float, theirs: str, base: str) -> Limit:
-    """ours − base ≤ limit × (theirs − base)."""
+    """ours − base ≤ limit × (theirs − base), where theirs costs at least 0.001 × base."""
 
     def value(samples: Arrays) -> Array:
         extra, other = (ratio(samples, x, base) - 1 for x in (ours, theirs))
-        without_cost = np.where(extra > 0, np.inf, 0.0)  # where theirs has no extra cost
-        return np.where(other > 0, extra / np.where(other > 0, other, 1.0), without_cost)
+        return extra / np.maximum(other, 0.001)
 
     text = f"extra cost of {ours} ≤ {limit:g} × that of {theirs}"
     return Limit(text, limit, (ours, theirs, base), value)
@@ -408,7 +407,7 @@ def compare(old: Record, new: Record) -> pd.DataFrame:
     """
     if old["settings"]["quick"] != new["settings"]["quick"]:
         raise RecordError("one of the records is --quick and the other is not: sizes differ")
-    found: pd.DataFrame = goals(old).join(goals(new), how="inner", lsuffix="_old")
+    found = goals(old).merge(goals(new), left_index=True, right_index=True, suffixes=("_old", ""))
     if found.empty:
         raise RecordError("the records have no goal in common")
     found["slower"] = found["low"] > found["high_old"]

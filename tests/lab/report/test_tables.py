@@ -291,7 +291,7 @@ def test_language_methods_are_compared_with_their_own_optimizer(run):
     assert table["trigram model"]["held-out"] == "2.600"
     row = rows(part, "Difference")["AdamW, weight norm"]
     assert (row["compared with"], row["n"]) == ("AdamW", "2")
-    assert row["held-out"].startswith("−0.085 [−")
+    assert row["last epoch"].startswith("−0.085 [−")
     figure = curve_figure(setting(records), "test_bits_per_byte")
     steps, minutes = figure.axes
     assert [axes.get_xlabel() for axes in figure.axes] == ["step", "minutes of training"]

@@ -151,18 +151,14 @@ def verdicts(sections: Sequence[Section], links: bool) -> str:
 
 
 def bench_files(results: Path) -> dict[str, str]:
-    """Return the details of benchmark records: ``path`` below docs/results, ``path#benchmark``,
-    and ``path:machine``."""
+    """Return the tables of benchmark records, ``path#benchmark`` for a path below docs/results, and
+    ``path:machine``."""
     found = {}
     for path in sorted(results.rglob("*.json")):
         content: Any = json.loads(path.read_text())
         if isinstance(content, dict) and {"benchmarks", "environment"} <= set(content):
             name = str(path.relative_to(results))
-            texts = []
-            for benchmark in content["benchmarks"]:
-                text = markdown(bench.results(benchmark))
-                found[f"{name}#{benchmark['name']}"] = text
-                texts.append(f"### {benchmark['title']}\n\n{text}")
-            found[name] = "\n\n".join(texts)
             found[f"{name}:machine"] = bench.about(content)
+            for benchmark in content["benchmarks"]:
+                found[f"{name}#{benchmark['name']}"] = markdown(bench.results(benchmark))
     return found

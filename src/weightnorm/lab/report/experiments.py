@@ -74,12 +74,8 @@ class Experiment:
     """Title → head → column of each table of results; all but the first are folded."""
     curves: tuple[str, ...]
     more_curves: tuple[str, ...]
-    """Metrics drawn over training, and those whose figures are folded."""
-    differences: Mapping[str, str]
-    """Head → column of the table of differences."""
-    difference_digits: int
-    common: str = ""
-    """Metric for which epochs to a common value are counted."""
+    """Metrics drawn over training, and those whose figures are folded. If the lowest value is the
+    best, epochs to a common value of the first are counted."""
     highest: bool = False
     """Whether the highest metrics are the best; else the lowest."""
     paper_figure: tuple[str, str] = ("", "")
@@ -118,12 +114,6 @@ class Experiment:
         return self.baselines.get(method, "standard" if method != "standard" else "")
 
 
-def over_training(metric: str) -> dict[str, str]:
-    """Return head → column for the parts of training that are compared."""
-    parts = ("first quarter", "all epochs", "last quarter", "last epoch")
-    return {part: f"{metric}:{part}" for part in parts}
-
-
 CLASSIFY = Experiment(
     "Classification with five parameterizations",
     "ConvPool-CNN-C trained in five parameterizations (section 5.1 of the paper), each at the "
@@ -133,9 +123,6 @@ CLASSIFY = Experiment(
     results={"Errors": {"training error, %": "train_error", "test error, %": "test_error"}},
     curves=("train_error", "test_error"),
     more_curves=("v_norm", "effective_step"),
-    differences=over_training("test_error"),
-    difference_digits=2,
-    common="train_error",
     paper_figure=("train_error", "1"),
     paper={
         "cifar10": {
@@ -178,14 +165,10 @@ VAE = Experiment(
     },
     curves=("test_negative_elbo", "test_bits_per_dim"),
     more_curves=("train_negative_elbo",),
-    differences=over_training("test_negative_elbo"),
-    difference_digits=1,
-    common="test_negative_elbo",
     paper_figure=("test_negative_elbo", "2"),
     by="data",
     names={"mnist": "MNIST", "cifar10": "CIFAR-10", "digits": "Digits"},
     published={
-        "mnist": {},
         "cifar10": {
             "the authors' larger runs, in Theano (published)": ("bits/dim", "3.28"),
             "the authors' larger runs, in TensorFlow (published)": ("bits/dim", "3.15"),
@@ -238,14 +221,10 @@ DRAW = Experiment(
     },
     curves=("test_negative_elbo", "train_negative_elbo"),
     more_curves=("w_norm", "v_norm"),
-    differences=over_training("test_negative_elbo"),
-    difference_digits=1,
-    common="test_negative_elbo",
     paper_figure=("test_negative_elbo", "3"),
     method=with_initial_g,
     method_fields=("parameterization", "initial_g"),
     styles=G_STYLES,
-    published={"binarized-mnist": {}},
     paper_size={"steps": "64", "hidden": "256", "epochs": "100", "limit": "none"},
     notes=("Nats; mean ± standard deviation over n finished runs, at the last epoch.",),
     pictures=pictures.draw_pictures,
@@ -272,8 +251,6 @@ DQN = Experiment(
     },
     curves=("train_score", "score"),
     more_curves=("mean_q", "loss"),
-    differences=over_training("train_score"),
-    difference_digits=0,
     paper_figure=("score", "4"),
     by="game",
     names={game: game.replace("-", " ").title() for game in GAMES},
@@ -344,11 +321,6 @@ LANGUAGE = Experiment(
     },
     curves=("test_bits_per_byte",),
     more_curves=("train_bits_per_byte", "v_norm", "step_angle"),
-    differences={
-        "training": "train_bits_per_byte:last epoch",
-        "held-out": "test_bits_per_byte:last epoch",
-    },
-    difference_digits=3,
     method=with_optimizer,
     method_fields=("parameterization", "optimizer", "retract"),
     free_fields=("length_learning_rate", "weight_decay"),

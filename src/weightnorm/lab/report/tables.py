@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,30 +89,27 @@ class Setting(Comparison):
         return self.about.styles.get(method, other)
 
     @cached_property
-    def config(self) -> dict[str, Counter[str]]:
-        """Config field → number of runs with each value."""
-        rows = [record.config for record in self.runs["record"]]
-        return {
-            field: Counter(text(row[field]) if field in row else MISSING for row in rows)
-            for field in dict.fromkeys(field for row in rows for field in row)
-        }
+    def config(self) -> pd.DataFrame:
+        """Every config field of every run, as text."""
+        return as_text(record.config for record in self.runs["record"])
 
     @cached_property
-    def environment(self) -> dict[str, Counter[str]]:
-        """Field of the environment → number of runs with each value, in any of their sessions."""
-        sessions = [record.sessions or [{}] for record in self.runs["record"]]
-        return {
-            field: Counter(
-                value for each in sessions for value in {text(x.get(field, MISSING)) for x in each}
-            )
-            for field in ENVIRONMENT
-        }
+    def environment(self) -> pd.DataFrame:
+        """Machine and versions of every run, of all its sessions where they differ."""
+        sessions = (record.sessions or [{}] for record in self.runs["record"])
+        return as_text(
+            {
+                field: " and ".join(dict.fromkeys(text(x.get(field, MISSING)) for x in each))
+                for field in ENVIRONMENT
+            }
+            for each in sessions
+        )
 
     @property
     def data(self) -> str:
         """Return the data set or game, by which published values are chosen."""
-        values = [*self.config.get(self.about.by or "data", ())]
-        return values[0] if len(values) == 1 else ""
+        values = self.config.get(self.about.by or "data", pd.Series(dtype=str)).unique()
+        return str(values[0]) if len(values) == 1 else ""
 
     @cached_property
     def judged(self) -> dict[str, tuple[Interval, int]]:
@@ -145,6 +142,11 @@ class Setting(Comparison):
         if part == "shortest":
             return mean_and_std([self.shortest_epoch(runs)], scale, digits)
         return mean_and_std(self.values(column, runs).values(), scale, digits)
+
+
+def as_text(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:
+    table = pd.DataFrame([{field: text(value) for field, value in row.items()} for row in rows])
+    return table.fillna(MISSING)
 
 
 def settings(experiment: str, records: Sequence[RunRecord]) -> list[Setting]:
@@ -252,14 +254,14 @@ def other_rows(one: Setting, columns: Mapping[str, str]) -> Iterator[Row]:
 def result_notes(one: Setting) -> list[str]:
     """Return the notes with config fields filled in, and what differs from the paper's size."""
     about = one.about
-    words = {field: " or ".join(sorted(values)) for field, values in one.config.items()}
+    words = {str(field): " or ".join(sorted(x.unique())) for field, x in one.config.items()}
     found = [note.format(**words) for note in about.notes]
     changed = {
         field: (value, words.get(field, MISSING))
         for field, value in about.paper_size.items()
         if words.get(field, MISSING) != value
     }
-    if changed and one.data in {**about.published, **about.paper}:
+    if changed and not one.label.startswith("demo"):
         usual, other = (
             ", ".join(f"{field.replace('_', ' ')} {x[i]}" for field, x in changed.items())
             for i in (0, 1)
@@ -269,32 +271,29 @@ def result_notes(one: Setting) -> list[str]:
 
 
 def differences(one: Setting) -> Iterator[Item]:
-    """Yield how each method differs from what it is compared with."""
+    """Yield how each method differs from what it is compared with, in parts of training."""
     about, rows = one.about, []
+    metric = about.judged.partition(":")[0]
+    label, scale, digits = metric_of(metric)
     for method in one.methods:
         baseline = about.baseline(method)
         found = {
-            head: both
-            for head, column in about.differences.items()
-            if (both := one.difference(column, method, baseline))
+            part: change
+            for part in ("first quarter", "all epochs", "last quarter", "last epoch")
+            if (change := one.difference(f"{metric}:{part}", method, baseline))
         }
-        row = {"method": one.style(method).name}
-        if about.baselines:
-            row["compared with"] = one.style(baseline).name if found else ""
-        for head, (change, _) in found.items():
-            scale = metric_of(about.differences[head].partition(":")[0]).scale
-            row[head] = signed(scaled(change, scale), about.difference_digits)
         if found:
-            rows.append(row | {"n": str(max(n for _, n in found.values()))})
-    if about.baselines:
-        note = "Difference of the final values, mean over the seeds that both have [95 % interval]."
-    else:
-        metric = next(iter(about.differences.values())).partition(":")[0]
-        what, _, unit = metric_of(metric).label.partition(", ")
-        note = (
-            f"Mean {what}{unit and f' ({unit})'} of these epochs minus that of the standard "
-            "parameterization with the same seed: mean over n seeds [95 % interval]."
-        )
+            row = {"method": one.style(method).name}
+            if about.baselines:
+                row["compared with"] = one.style(baseline).name
+            cells = {part: signed(scaled(x, scale), digits) for part, (x, _) in found.items()}
+            rows.append({**row, **cells, "n": str(max(n for _, n in found.values()))})
+    what, _, unit = label.partition(", ")
+    note = (
+        f"Mean {what}{unit and f' ({unit})'} of these epochs minus that of "
+        f"{'what the method is compared with' if about.baselines else 'standard'} with the same "
+        "seed: mean over n seeds [95 % interval]."
+    )
     if rows:
         title = "Difference" + " to standard" * (not about.baselines)
         yield Item(title, frame(rows), [note], folded=True)
@@ -302,9 +301,12 @@ def differences(one: Setting) -> Iterator[Item]:
 
 def epochs_to_common(one: Setting) -> Iterator[Item]:
     """Yield the epochs that each method needs to the value that every finished run reaches."""
-    target, needed = one.epochs_to_common(one.about.common)
+    if one.highest:  # scores have no common value that all runs reach from above
+        return
+    metric = one.about.curves[0]
+    target, needed = one.epochs_to_common(metric)
     if needed:
-        label, scale, _ = metric_of(one.about.common)
+        label, scale, _ = metric_of(metric)
         what, _, unit = label.partition(", ")
         value = f"{scale * target:.2f} {unit}".replace("-", "−")
         rows = [
@@ -328,7 +330,7 @@ def epochs_comparison(records: Sequence[RunRecord]) -> str:
     The empty string if there are fewer than two methods.
     """
     (one,) = settings("classify", records)
-    target, needed = one.epochs_to_common(one.about.common)
+    target, needed = one.epochs_to_common("train_error")
     if not needed:
         return ""
     texts = [f"{one.style(m).name} {mean_and_std(x, digits=1)}" for m, x in needed.items()]
@@ -356,30 +358,28 @@ def every_rate(every: Sequence[Setting], title: str) -> Iterator[Item]:
 
 def provenance(one: Setting) -> Item:
     """Tabulate all fields of the config, the machine and the versions, over all runs."""
-    fields = {**one.config, **one.environment}
+    table = one.config.join(one.environment, rsuffix=" of the machine")
     varied = ("parameterization", "learning_rate", "seed")
-    changed = [field for field, x in fields.items() if len(x) > 1 and field not in varied]
+    changed = [x for x in table if table[x].nunique() > 1 and x not in varied]
     words = [f"The runs differ in: {', '.join(changed).replace('_', ' ')}."] if changed else []
-    if any("+" in commit for commit in one.environment["commit"]):
+    if table["commit"].str.contains("+", regex=False).any():
         words.append("+ after a commit: the code had uncommitted changes.")
-    head = f"value (n = {len(one.runs)} run{'s' * (len(one.runs) != 1)})"
-    rows = [
-        {"setting": field.replace("_", " "), head: shown(values)}
-        for field, values in fields.items()
-    ]
+    head = f"value (n = {len(table)} run{'s' * (len(table) != 1)})"
+    rows = [{"setting": x.replace("_", " "), head: shown(table[x])} for x in table]
     return Item("Settings and machine", frame(rows), words, folded=True)
 
 
-def shown(values: Counter[str]) -> str:
+def shown(values: pd.Series[str]) -> str:
     """List values with the number of runs that have them, numbers in order.
 
-    >>> shown(Counter(["10", "3", "3"]))
+    >>> shown(pd.Series(["10", "3", "3"]))
     '3 (n = 2), 10 (n = 1)'
     """
-    if len(values) == 1:
-        return next(iter(values))
-    ordered = sorted(values, key=lambda x: (len(x) if x.isdecimal() else math.inf, x))
-    return ", ".join(f"{value} (n = {values[value]})" for value in ordered)
+    counts = values.value_counts().to_dict()
+    if len(counts) == 1:
+        return str(values.iloc[0])
+    ordered = sorted(counts, key=lambda x: (len(x) if x.isdecimal() else math.inf, x))
+    return ", ".join(f"{value} (n = {counts[value]})" for value in ordered)
 
 
 def frame(rows: Sequence[Row]) -> pd.DataFrame:

@@ -95,7 +95,7 @@ def scale(axes: Axes, log_x: bool = False, log_y: bool = False, from_zero: bool 
         if len(ticks) <= TICKS:
             axes.xaxis.set_major_locator(FixedLocator(ticks))
             axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_major_formatter("{x:.3g}")
     else:  # labels from 1000 on are wider
         most: Any = 5 if axes.get_xlim()[1] >= 1000 else "auto"
         axes.xaxis.set_major_locator(MaxNLocator(most, integer=True))

@@ -358,7 +358,7 @@ def every_rate(every: Sequence[Setting], title: str) -> Iterator[Item]:
 
 def provenance(one: Setting) -> Item:
     """Tabulate all fields of the config, the machine and the versions, over all runs."""
-    table = one.config.join(one.environment, rsuffix=" of the machine")
+    table = one.config.drop(columns=[*ENVIRONMENT], errors="ignore").join(one.environment)
     varied = ("parameterization", "learning_rate", "seed")
     changed = [x for x in table if table[x].nunique() > 1 and x not in varied]
     words = [f"The runs differ in: {', '.join(changed).replace('_', ' ')}."] if changed else []

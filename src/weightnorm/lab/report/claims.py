@@ -80,8 +80,6 @@ def items(record: RunRecord) -> Iterator[Item]:
     ]
     if identities:
         yield Item("Identities", frame(identities), folded=bool(found))
-    if older := [row for row in rows if "kind" not in row]:
-        yield older_measurements(older)
     for row in rows:
         # Figures with the same title of panels are one figure.
         for title, each in groupby(row.get("figures") or (), lambda x: x.get("panels", "")):
@@ -94,17 +92,6 @@ def items(record: RunRecord) -> Iterator[Item]:
                     folded=True,
                     name=slug(f"claim {record.preset} {row['id']} {name}"),
                 )
-
-
-def older_measurements(rows: Sequence[Row]) -> Item:
-    """Tabulate a record that has one list of claims."""
-    fields = {"claim": "id", "section": "section", "measured": "rule", "paper": "paper"}
-    measured = [
-        {**{head: row[field] for head, field in fields.items()}, "value": one_per_line(row)}
-        for row in rows
-    ]
-    table = frame(measured)[["claim", "section", "measured", "value", "paper"]]
-    return Item("Measurements", table, folded=True)
 
 
 def findings(rows: Sequence[Row]) -> pd.DataFrame:
@@ -126,12 +113,7 @@ def findings(rows: Sequence[Row]) -> pd.DataFrame:
 def about_experiment(experiment: str, rows: Sequence[Row]) -> list[Row]:
     """Return the rows about an experiment."""
     chosen = STATEMENTS.get(experiment, ())
-    whole = {x.partition(".")[0] for x in chosen}  # older records have no statements
-    return [
-        row
-        for row in rows
-        if row["id"] in chosen or str(row["number"]) in chosen or row["id"] in whole
-    ]
+    return [row for row in rows if row["id"] in chosen or str(row["number"]) in chosen]
 
 
 def verdicts(rows: Sequence[Row]) -> tuple[pd.DataFrame, list[str]]:

@@ -143,7 +143,7 @@ def one_per_line(row: Row) -> str:
     >>> one_per_line({"value": "weight-norm 1 [0, 2], batch-norm 3 (n = 2; best); rest -4"})
     'weight norm 1 [0, 2]\\nbatch norm 3 (n = 2; best)\\nrest −4'
     """
-    text = re.sub(r"(?<![\w-])-(?=\d)", "−", row["value"])
+    text = re.sub(r"(?<![\w-])-(?=\d|∞)", "−", re.sub(r"\binf\b", "∞", row["value"]))
     for method in sorted(STYLES, key=len, reverse=True):
         text = re.sub(rf"(?<![\w-]){method}(?![\w-])", STYLES[method].name, text)
     return re.sub(r"(; |(?<=\]), (?=[a-z]))(?![^()]*\))", "\n", text)

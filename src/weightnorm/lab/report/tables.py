@@ -291,8 +291,8 @@ def differences(one: Setting) -> Iterator[Item]:
     what, _, unit = label.partition(", ")
     note = (
         f"Mean {what}{unit and f' ({unit})'} of these epochs minus that of "
-        f"{'what the method is compared with' if about.baselines else 'standard'} with the same "
-        "seed: mean over n seeds [95 % interval]."
+        f"{'the other method' if about.baselines else 'standard'} with the same seed: mean over n "
+        "seeds [95 % interval]."
     )
     if rows:
         title = "Difference" + " to standard" * (not about.baselines)

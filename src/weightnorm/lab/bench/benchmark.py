@@ -407,7 +407,7 @@ def compare(old: Record, new: Record) -> pd.DataFrame:
     """
     if old["settings"]["quick"] != new["settings"]["quick"]:
         raise RecordError("one of the records is --quick and the other is not: sizes differ")
-    found = goals(old).merge(goals(new), left_index=True, right_index=True, suffixes=("_old", ""))
+    found: pd.DataFrame = goals(old).add_suffix("_old").join(goals(new), how="inner")
     if found.empty:
         raise RecordError("the records have no goal in common")
     found["slower"] = found["low"] > found["high_old"]

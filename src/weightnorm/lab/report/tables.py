@@ -146,7 +146,8 @@ class Setting(Comparison):
 
 def as_text(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:
     table = pd.DataFrame([{field: text(value) for field, value in row.items()} for row in rows])
-    return table.fillna(MISSING)
+    filled: pd.DataFrame = table.fillna(MISSING)
+    return filled
 
 
 def settings(experiment: str, records: Sequence[RunRecord]) -> list[Setting]:
@@ -375,7 +376,7 @@ def shown(values: pd.Series[str]) -> str:
     >>> shown(pd.Series(["10", "3", "3"]))
     '3 (n = 2), 10 (n = 1)'
     """
-    counts = values.value_counts().to_dict()
+    counts = Counter(values)
     if len(counts) == 1:
         return str(values.iloc[0])
     ordered = sorted(counts, key=lambda x: (len(x) if x.isdecimal() else math.inf, x))

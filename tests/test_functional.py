@@ -237,15 +237,6 @@ def test_decompose_keeps_the_memory_format():
         assert torch.equal(compose(v=v, g=g)[0], w[0])
 
 
-def test_eps_0_leaves_only_zero_rows_without_a_direction():
-    w = torch.tensor([[0.0, 0.0], [3e-20, 4e-20]], dtype=torch.float64)
-    v, g = decompose(w, eps=0.0)
-    torch.testing.assert_close(v[0], torch.full((2,), 0.5**0.5, dtype=torch.float64))
-    assert torch.equal(v[1], w[1])
-    assert g.flatten().tolist() == pytest.approx([0.0, 5e-20])
-    torch.testing.assert_close(compose(v=v, g=g, eps=0.0), w, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("wide", range(3))
 def test_low_rank_norm_is_computed_in_the_widest_type(wide):
     exact = low_rank()

@@ -405,12 +405,9 @@ COMPUTED = "another parametrization, pruning or a hook computes it; apply weight
 BAD = {
     "container": (nn.Sequential(LINEAR), {}, ValueError, "none: normalize its layers"),
     "dim is a float": (LINEAR, {"dim": 1.5}, TypeError, "dim=1.5; expected an axis"),
-    "dim is a bool": (LINEAR, {"dim": True}, TypeError, "dim=True; expected an axis"),
     "dim unknown": (LINEAR, {"dim": "rows"}, TypeError, "dim='rows'; expected an axis"),
     "dim too large": (LINEAR, {"dim": 2}, IndexError, "dim=2 is out of range"),
     "no direction": (LINEAR, {"dim": (0, 1)}, ValueError, "keeps every axis"),
-    "negative eps": (LINEAR, {"eps": -1.0}, ValueError, "eps=-1.0 must be a number"),
-    "eps is NaN": (LINEAR, {"eps": float("nan")}, ValueError, "eps=nan must be"),
     "g of another shape": (LINEAR, {"g": torch.ones(3)}, ValueError, r"broadcast to \(2, 1"),
     "g not finite": (LINEAR, {"g": float("nan")}, ValueError, "g=nan must be finite"),
     "log of 0": (LINEAR, {"g": 0, "scale": "log"}, ValueError, "g=0 must be positive"),

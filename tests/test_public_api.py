@@ -42,11 +42,10 @@ PUBLIC = {
     "unnormalized_weights": "(model)",
     "update_running_means": "(loader, model, device=None)",
     "weight_norm": (
-        "(module, name=None, dim='auto', *, g=None, scale='linear', mask=None, eps=1e-12, "
-        "train_g=True)"
+        "(module, name=None, dim='auto', *, g=None, scale='linear', mask=None, train_g=True)"
     ),
     "weight_norm_model": (
-        "(model, *, where=None, dim='auto', g=None, scale='linear', eps=1e-12, train_g=True)"
+        "(model, *, where=None, dim='auto', g=None, scale='linear', train_g=True)"
     ),
 }
 
@@ -54,11 +53,11 @@ FUNCTIONAL = {
     "EPS": None,
     "Parts": "(v, g)",
     "Units": "(dim=0, groups=1)",
-    "compose": f"(*, v, g, units={Units()}, mask=None, eps=1e-12)",
+    "compose": f"(*, v, g, units={Units()}, mask=None)",
     "correct_torch_second_derivative": "(enabled=True)",
-    "decompose": f"(w, units={Units()}, *, mask=None, eps=1e-12)",
+    "decompose": f"(w, units={Units()}, *, mask=None)",
     "fold": f"(*, v, g, units={Units()}, mask=None, eps=1e-12)",
-    "gradients": f"(grad_w, *, v, g, units={Units()}, eps=1e-12)",
+    "gradients": f"(grad_w, *, v, g, units={Units()})",
     "norm": f"(v, units={Units()})",
     "project": f"(x, w, units={Units()})",
     "row_norm_low_rank": "(W, A, B, s=1.0)",

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from weightnorm import _kernels, functional
 from weightnorm._dtensor import any_true, placed_like
-from weightnorm._units import EPS, Units
+from weightnorm._units import Units
 
 Scale = Literal["linear", "log"]
 
@@ -31,7 +31,6 @@ class WeightNorm(nn.Module):
         *,
         scale: Scale = "linear",
         mask: Tensor | None = None,
-        eps: float = EPS,
     ) -> None:
         super().__init__()
         if scale not in get_args(Scale):
@@ -39,7 +38,7 @@ class WeightNorm(nn.Module):
                 f"scale={scale!r} is unknown; expected 'linear', which trains g, or 'log', which "
                 "trains s with g = eˢ"
             )
-        self.units, self.scale, self.eps = units, scale, eps
+        self.units, self.scale = units, scale
         self.register_buffer("mask", mask, persistent=False)
         self.plain = mask is None and scale == "linear"
         if scale == "log":
@@ -52,17 +51,17 @@ class WeightNorm(nn.Module):
             g, v = self.length(g), functional.masked(v, self.mask)
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             return self._traced(g=g, v=v)
-        return _kernels.compose(v, g, self.units, self.eps)
+        return _kernels.compose(v, g, self.units)
 
     def _traced(self, *, g: Tensor, v: Tensor) -> Tensor:
         """The same for torch.jit.trace, which must record one graph with and without gradients."""
         with torch.enable_grad(), warnings.catch_warnings():
             # The formula branches on the weight's shape, which is a constant.
             warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
-            return _kernels.formula(v, g, self.units, self.eps)
+            return _kernels.formula(v, g, self.units)
 
     def right_inverse(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        v, g = functional.decompose(w, self.units, mask=self.mask, eps=self.eps)
+        v, g = functional.decompose(w, self.units, mask=self.mask)
         return self.stored(g), v
 
     def length(self, stored: Tensor) -> Tensor:

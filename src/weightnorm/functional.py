@@ -64,19 +64,18 @@ def compose(
     g: Tensor,
     units: Units = ROWS,
     mask: Tensor | None = None,
-    eps: float = EPS,
 ) -> Tensor:
     """Return w = g·v/‖v‖ (eq. 2): the direction of v with length ``|g|``.
 
     With a `mask` m, v is masked before it is normalized: w = g·(m⊙v)/‖m⊙v‖. A unit with
-    ‖v‖ ≤ `eps`, such as a fully masked one, gives w = 0 and receives no gradient.
+    ‖v‖ ≤ `EPS`, such as a fully masked one, gives w = 0 and receives no gradient.
 
     Shapes: w has the shape of v; g has size 1 along every axis that is not kept.
 
     >>> compose(v=torch.tensor([[3.0, 4.0]]), g=torch.tensor([[10.0]]))
     tensor([[6., 8.]])
     """
-    return _kernels.compose(masked(v, mask), g, units.of(v.shape), eps)
+    return _kernels.compose(masked(v, mask), g, units.of(v.shape))
 
 
 @torch.no_grad()
@@ -117,9 +116,7 @@ def _diagonal(w: Tensor, mask: Tensor | None, units: Units) -> Tensor:
     return ones * units.spread(1 / units.divisor(ones), ones).to(w.dtype)
 
 
-def decompose(
-    w: Tensor, units: Units = ROWS, *, mask: Tensor | None = None, eps: float = EPS
-) -> Parts:
+def decompose(w: Tensor, units: Units = ROWS, *, mask: Tensor | None = None) -> Parts:
     """Return Parts(v, g) with compose(v=v, g=g) = w, namely v = w and g = ‖w‖.
 
     A zero unit has no direction, so it gets the diagonal one and g = 0: w stays 0, but the unit
@@ -134,7 +131,7 @@ def decompose(
     v = masked(w, mask)
     g = _kernels.norm(v, units)
     if not (v.is_meta or v.numel() == 0):
-        v = torch.where(units.spread(g <= eps, w), _diagonal(w, mask, units), v)
+        v = torch.where(units.spread(g <= EPS, w), _diagonal(w, mask, units), v)
     else:
         v = v.clone()
     if v.stride() != w.stride() and not (v.requires_grad or is_sharded(w)):
@@ -142,9 +139,7 @@ def decompose(
     return Parts(v=v, g=g.to(w.dtype))
 
 
-def gradients(
-    grad_w: Tensor, *, v: Tensor, g: Tensor, units: Units = ROWS, eps: float = EPS
-) -> Parts:
+def gradients(grad_w: Tensor, *, v: Tensor, g: Tensor, units: Units = ROWS) -> Parts:
     """Return Parts(∇v, ∇g) of eq. 3: ∇g = ∇w·v/‖v‖ and ∇v = (g/‖v‖)∇w − (g∇g/‖v‖²)v.
 
     >>> v, g = torch.tensor([[3.0, 4.0]]), torch.tensor([[5.0]])
@@ -155,7 +150,7 @@ def gradients(
         raise ValueError(
             f"grad_w has shape {tuple(grad_w.shape)}, v has {tuple(v.shape)}; expected equal shapes"
         )
-    grad_v, grad_g = _kernels.gradients(grad_w, v, g, units.of(v.shape), eps)
+    grad_v, grad_g = _kernels.gradients(grad_w, v, g, units.of(v.shape))
     return Parts(v=placed_like(grad_v, v), g=placed_like(grad_g, g))
 
 

@@ -19,7 +19,7 @@ from weightnorm import functional
 from weightnorm._dtensor import placed_like
 from weightnorm._parametrize import parametrizations_of, torch_hooks
 from weightnorm._torch_private import TorchWeightNorm
-from weightnorm._units import EPS, Parts, Units, in_float64
+from weightnorm._units import Parts, Units, in_float64
 from weightnorm._weight_norm import WeightNorm
 
 
@@ -55,6 +55,11 @@ class NormalizedWeight:
         return isinstance(self.parametrization, WeightNorm) and self.parametrization.scale == "log"
 
     @property
+    def mask(self) -> Tensor | None:
+        """The mask of v, if it has one."""
+        return getattr(self.parametrization, "mask", None)
+
+    @property
     def stored(self) -> Parts:
         """The parameters themselves: v, and g or s."""
         if not (parametrizations := self.parametrizations):
@@ -66,7 +71,7 @@ class NormalizedWeight:
     def identity(self) -> Hashable:
         """Equal for weights that are computed in the same way from the same v and g."""
         first, *further = self.parametrizations or [None]
-        settings = (first.scale, first.eps, id(first.mask)) if isinstance(first, WeightNorm) else ()
+        settings = (first.scale, id(first.mask)) if isinstance(first, WeightNorm) else ()
         return *map(id, self.stored), self.units, settings, *map(id, further)
 
     @property
@@ -87,8 +92,7 @@ class NormalizedWeight:
 
     def v_norm(self) -> Tensor:
         """Return ‖v‖ of each unit, shaped like g, with the mask applied if there is one."""
-        mask = getattr(self.parametrization, "mask", None)
-        return functional.norm(functional.masked(self.stored.v, mask), self.units)
+        return functional.norm(functional.masked(self.stored.v, self.mask), self.units)
 
     def weight(self) -> Tensor:
         """Compute w from the current v and g.
@@ -102,12 +106,12 @@ class NormalizedWeight:
     @torch.no_grad()
     def folded(self) -> Tensor:
         """Compute w as the plain weight that replaces v and g: see ``functional.fold``."""
-        (v, g), weight_norm = self.stored, self.parametrization
-        mask, eps = None, EPS
-        if isinstance(weight_norm, WeightNorm):
-            mask, eps = weight_norm.mask, weight_norm.eps
-            g = in_float64(g).exp() if self.is_log else g
-        w = functional.fold(v=v, g=g, units=self.units, mask=mask, eps=eps)
+        v, g = self.stored
+        g, mask = (
+            in_float64(g).exp() if self.is_log else g,
+            getattr(self.parametrization, "mask", None),
+        )
+        w = functional.fold(v=v, g=g, units=self.units, mask=mask)
         for further in [*self.parametrizations][1:]:
             w = further(w)
         return w

@@ -6,7 +6,6 @@ updates v and g. Applying it does not change the output of the layer: v = w and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +44,6 @@ def weight_norm(
     g: Length | None = None,
     scale: Scale = "linear",
     mask: Tensor | None = None,
-    eps: float = EPS,
     train_g: bool = True,
 ) -> M:
     """Reparameterize a layer's weights as w = g·v/‖v‖ (eq. 2). The layer's output stays the same.
@@ -66,7 +64,6 @@ def weight_norm(
             the parameter. (Without `g` their direction is the diagonal, and w stays 0.)
         scale: train g itself (``"linear"``) or s with g = eˢ (``"log"``).
         mask: of 0 and 1, multiplied into v before the norm is taken, as autoregressive layers need.
-        eps: units with ‖v‖ ≤ eps are treated as zero: w = 0, no gradient.
         train_g: ``False`` makes g a buffer; only the direction is trained.
 
     In float16 and bfloat16 each weight stays the same up to one unit in the last place, for every
@@ -85,7 +82,7 @@ def weight_norm(
     """
     _check_changeable(module, "weight_norm")
     names = (name,) if name is not None else layers.weight_names(module) or ("weight",)
-    options = Options(g, scale, mask, eps, train_g)
+    options = Options(g, scale, mask, train_g)
     _apply([layers.plain_weight(module, n, dim) for n in names], options)
     return module
 
@@ -97,7 +94,6 @@ def weight_norm_model(
     dim: Dim | Callable[[str, nn.Module], Dim] = "auto",
     g: Length | None = None,
     scale: Scale = "linear",
-    eps: float = EPS,
     train_g: bool = True,
 ) -> M:
     """Apply ``weight_norm`` to the layers of a model; return the model.
@@ -112,7 +108,7 @@ def weight_norm_model(
             ``"head.weight"``, which the module has. It can also choose embeddings and, if `dim` is
             given, any parameter of two or more dimensions.
         dim: as in ``weight_norm``, or a function of the same two arguments that returns it.
-        g, scale, eps, train_g: as in ``weight_norm``.
+        g, scale, train_g: as in ``weight_norm``.
 
     A weight that several modules share stays shared: it is normalized in all of them if it is in
     one. Finding nothing to normalize is an error.
@@ -123,7 +119,7 @@ def weight_norm_model(
     ['0.weight', '2.weight']
     """
     _check_changeable(model, "weight_norm_model")
-    _apply(layers.select(model, where, dim), Options(g, scale, None, eps, train_g))
+    _apply(layers.select(model, where, dim), Options(g, scale, None, train_g))
     return model
 
 
@@ -190,12 +186,9 @@ class Options:
     g: Length | None
     scale: Scale
     mask: Tensor | None
-    eps: float
     train_g: bool
 
     def __post_init__(self) -> None:
-        if not 0 <= self.eps < math.inf:
-            raise ValueError(f"eps={self.eps!r} must be a number, 0 or greater")
         mask = self.mask
         if mask is not None and is_eager(mask) and not ((mask == 0) | (mask == 1)).all():
             raise ValueError("mask must hold 0 and 1: it is multiplied into v more than once")
@@ -232,7 +225,8 @@ class Options:
                 )
         if not is_lazy(parameter):
             self.initial_g(weight)
-            functional.masked(parameter, self.mask)
+            if self.mask is not None:
+                self.mask.broadcast_to(parameter.shape)  # raises if it does not fit
 
     def initial_g(self, weight: PlainWeight) -> Tensor | None:
         """Return the initial g in its shape, or raise if it does not broadcast to it."""
@@ -253,7 +247,7 @@ class Options:
     def directions(self, weight: PlainWeight, mask: Tensor | None) -> Tensor:
         """Return the weight with a random direction of norm 1 in place of every zero unit."""
         w, units = functional.masked(weight.parameter.detach(), mask), weight.units
-        zero = units.spread(units.norm(w) <= self.eps, w)
+        zero = units.spread(units.norm(w) <= EPS, w)
         if not zero.any():
             return w
         random = units.random_directions(w.shape, weight.path).to(w)
@@ -265,7 +259,7 @@ class Options:
         """Return the map from v and g to this weight."""
         parameter = weight.parameter
         mask = None if self.mask is None else self.mask.to(parameter, copy=True)
-        made = WeightNorm(weight.units, scale=self.scale, mask=mask, eps=self.eps)
+        made = WeightNorm(weight.units, scale=self.scale, mask=mask)
         return made.to(parameter.device)
 
     @torch.no_grad()

@@ -40,7 +40,7 @@ from weightnorm._optimizer_groups import (
     plain_weights,
 )
 from weightnorm._torch_private import GLOBAL_OPTIMIZER_HOOKS, disable_dynamo
-from weightnorm._units import EPS, Parts, Units
+from weightnorm._units import Parts, Units
 from weightnorm.layers import Dim, Where
 from weightnorm.module_form import Length, Options
 
@@ -165,7 +165,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         self._retract, self._v_norm = float(retract), v_norm
         self._normalize_update = normalize_update
         matrices = moves_matrices(inner) if matrices is None else matrices
-        initial = Options(g, scale, None, EPS, train_g)
+        initial = Options(g, scale, None, train_g)
         plain, frozen = plain_weights(model, where, dim)
         lengths_at_start = {p: initial.initial_g(weight) for p, weight in plain.items()}
         self._inner: list[torch.optim.Optimizer] = []

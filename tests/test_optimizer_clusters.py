@@ -122,12 +122,14 @@ def placements(rank, folder):
     for mesh in meshes:
         for name, make in layers.items():
             for axis in (Shard(0), Shard(1), Replicate()):
+                places = [axis, Shard(0)][: mesh.ndim]
+                if name == "grouped" and Shard(0) in places:
+                    continue  # refused
                 for dim, g in (("auto", None), (None, None), ("auto", 0.5)):
                     torch.manual_seed(0)
                     plain, spread = make().double(), make().double()
                     if g is not None:  # every unit gets a random direction, on every rank the same
                         nn.init.zeros_(plain.weight)
-                    places = [axis, Shard(0)][: mesh.ndim]
                     for key, p in list(plain.named_parameters()):
                         here = places if key == "weight" else [Replicate()] * mesh.ndim
                         spread.register_parameter(
@@ -221,7 +223,7 @@ def test_sharded_forms_follow_one_process(request, form, world):
 @pytest.mark.parametrize("world", ["on_two", "on_four"])
 def test_units_on_several_ranks(request, world):
     for _, results, *_ in request.getfixturevalue(world):
-        assert len(results) == (27 if world == "on_two" else 54)
+        assert len(results) == (24 if world == "on_two" else 42)
         for name, (expected, got) in results.items():
             torch.testing.assert_close(got, expected, msg=lambda said, n=name: f"{n}: {said}")
 

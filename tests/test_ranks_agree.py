@@ -148,4 +148,4 @@ def test_refusals():
     for messages in on_ranks(WORLD, refusals):
         assert "call weight_norm_model first, then wrap the model" in messages["DDP"]
         assert "fully_shard instead" in messages["FSDP1"]
-        assert "which rows this rank has is not known" in messages["groups"]
+        assert "groups along axis 0, which is sharded" in messages["groups"]

@@ -4,7 +4,7 @@ Needs TRITON_INTERPRET=1 before triton is imported, so the tests run in a proces
 which test_triton.py starts.
 """
 
-from weightnorm._kernels import step, triton
+from weightnorm._kernels import triton, triton_step
 
 
 def pytest_configure(config):
@@ -13,7 +13,7 @@ def pytest_configure(config):
     both = {
         "compose": (triton._compose_by_operations, triton._launch_compose),
         "compose_backward": (triton._backward_by_operations, triton._launch_backward),
-        **step.IMPLEMENTATIONS,
+        **triton_step.IMPLEMENTATIONS,
     }
     for name, (operations, launch) in both.items():
         triton._LIBRARY.impl(name, triton.or_operations(launch, operations), "CPU")

@@ -1,4 +1,4 @@
-"""One weight of the optimizer form: where it lies, its units, and g and ‖v‖ of each.
+"""A weight of the optimizer form: its memory, its units, and g and ‖v‖ of each.
 
 v = w·(‖v‖/g) differs from w by one number per unit. So a weight can hold v for the time of an
 optimizer step; what has to be kept between steps is g and ‖v‖, two numbers per unit.
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm._dtensor import is_sharded, local, placed_like
-from weightnorm._units import EPS, Parts, Units, agree, wide_dtype
+from weightnorm._kernels.blocks import unit_view
+from weightnorm._kernels.step import latest, overflow_is_nan, read_lengths
+from weightnorm._units import EPS, SHORTEST, Parts, Units, wide_dtype
 
 State = dict[str, Any]
 
@@ -31,12 +33,12 @@ class InPlaceWeight:
         name: its name in the model.
         weight: a plain parameter, perhaps sharded.
         units: its units, with axes counted from the front.
-        blocks: 0 to hand the weight itself to the inner optimizer; n to hand it n matrices that are
-            stacked along the first axis or axes, in the weight's memory.
+        matrices: 0 to hand the weight itself to the inner optimizer; n to hand it n matrices that
+            are stacked along the first axis or axes, in the weight's memory.
     """
 
-    def __init__(self, name: str, weight: nn.Parameter, units: Units, blocks: int = 0) -> None:
-        self.name, self.weight, self.units, self.blocks = name, weight, units, blocks
+    def __init__(self, name: str, weight: nn.Parameter, units: Units, matrices: int = 0) -> None:
+        self.name, self.weight, self.units, self.matrices = name, weight, units, matrices
         self._locate_units()
         # Two roundings of bfloat16 or float16 per step would lose small updates.
         is_narrow = wide_dtype(weight.dtype) != weight.dtype
@@ -50,7 +52,7 @@ class InPlaceWeight:
 
     def __getstate__(self) -> State:
         """Return what `bind` does not find again, without process groups."""
-        derived = ("x", "stored", "bound", "index", "cut", "placements")
+        derived = ("x", "x_units", "narrow", "stored", "bound", "cut", "placements")
         kept = {k: v for k, v in self.__dict__.items() if k not in derived}
         return {**kept, "norm": self.norm.clone()}  # torch cannot copy a DTensor's view
 
@@ -62,53 +64,47 @@ class InPlaceWeight:
     # ---- Where the weight and its units lie.
 
     def _locate_units(self) -> None:
-        """Find the mesh axes that split units, and how the numbers per unit are placed."""
-        self.kept_axes, self.groups = self.units.kept(self.weight.ndim), self.units.groups
-        self.shape = self.units.shape(self.weight.shape)
+        """Find the ranks that units are split over, and how the numbers per unit are placed."""
         self.placements: Any = None
-        self.index: Tensor | None = None
         self.cut: tuple[Any, ...] = ()
         if not is_sharded(self.weight):
             return
-        from torch.distributed.tensor import Replicate, distribute_tensor
+        from torch.distributed.tensor import Replicate
 
         mesh, placements = self.weight.device_mesh, self.weight.placements
         if any(p.is_partial() for p in placements):
             raise ValueError(f"{self.name} has pending reductions over ranks: {placements}")
         # By `dim`, not `is_shard`: FSDP2 of a tensor-parallel weight has strided shards.
         shards = [None if p.is_replicate() else p.dim for p in placements]
-        whole = [dim is None or dim in self.kept_axes for dim in shards]
-        if self.groups > 1 and not all(p.is_replicate() or p.is_shard() for p in placements):
+        if self.units.groups > 1 and 0 in shards:
             raise ValueError(
-                f"{self.name} has groups and the placements {placements}: which rows this rank has "
-                "is not known. Leave it out with `where`"
+                f"{self.name} has groups along axis 0, which is sharded: a shard may begin and end "
+                "within a group. Leave it out with `where`"
             )
-        self.cut = tuple(mesh.get_group(i) for i, kept in enumerate(whole) if not kept)
+        kept = self.units.kept(self.weight.ndim)
+        whole = [dim is None or dim in kept for dim in shards]
+        self.cut = tuple(mesh.get_group(i) for i, is_whole in enumerate(whole) if not is_whole)
         self.placements = [p if w else Replicate() for p, w in zip(placements, whole, strict=True)]
-        if self.groups > 1:  # a shard may begin and end within a group
-            rows = torch.arange(self.weight.shape[0], device=self.weight.device)
-            along = [p if p.is_shard(0) else Replicate() for p in placements]
-            mine = local(distribute_tensor(rows, mesh, along, src_data_rank=None))
-            self.index = mine // (self.weight.shape[0] // self.groups)
 
     def _directions(self) -> list[nn.Parameter]:
         """Return the parameters that the inner optimizer moves in place of the weight."""
         stored = self.master
-        if not self.blocks or (self.blocks == 1 and stored.ndim == 2):
+        if not self.matrices or (self.matrices == 1 and stored.ndim == 2):
             return [stored]
-        if self.blocks > 1 and is_sharded(stored):
+        if self.matrices > 1 and is_sharded(stored):
             raise ValueError(
-                f"{self.name} stacks {self.blocks} matrices and is sharded: a matrix may lie on "
+                f"{self.name} stacks {self.matrices} matrices and is sharded: a matrix may lie on "
                 "several ranks. Leave it out with `where`, or use a layer with separate matrices"
             )
         return [nn.Parameter(m) for m in self._matrices(stored.detach())]
 
     def _matrices(self, x: Tensor) -> list[Tensor]:
-        """Return the blocks of x as matrices in its memory."""
-        if len(self.kept_axes) > 1:
-            return [_rows(matrix) for matrix in x.flatten(0, len(self.kept_axes) - 2)]
+        """Return the stacked matrices of x in its memory."""
+        stacked = len(self.units.kept(x.ndim)) - 1
+        if stacked > 0:
+            return [_rows(matrix) for matrix in x.flatten(0, stacked - 1)]
         if not is_sharded(x):
-            return [_rows(block) for block in x.chunk(self.blocks)]
+            return [_rows(block) for block in x.chunk(self.matrices)]
         rows = _rows(local(x))
         shape = torch.Size((x.shape[0], math.prod(x.shape[1:])))
         return [_as_dtensor(rows, x, x.placements, shape)]
@@ -131,13 +127,15 @@ class InPlaceWeight:
             for matrix, memory in zip(self.directions, matrices, strict=True):
                 set_data(matrix, local(memory))
         self.bound, self.stored = self._memory(), local(self.master.detach())
-        self.x, self.axes = self._unit_view(self.stored)
-        self.rows = self.units.are_rows and self.axes == (1,) and self.x.is_contiguous()
-        kept = [1 if axis in self.axes else size for axis, size in enumerate(self.x.shape)]
-        if self.index is not None:
-            kept[0] = self.groups
-        self.kept = torch.Size(kept)
-        self.count = self.kept.numel()
+        self.x, self.x_units = unit_view(self.stored, self.units)
+        """The weight as the passes of a step take it, and the units of that."""
+        self.narrow = None
+        if self.copy is not None:
+            now = local(self.weight.detach())
+            if now.stride() != self.stored.stride():
+                self.x, self.x_units, self.narrow = self.stored, self.units, now
+            else:
+                self.narrow = self._like_x(now)
 
     def moved(self) -> bool:
         """Return whether the weight lies elsewhere than at the last `bind`."""
@@ -156,55 +154,30 @@ class InPlaceWeight:
         """Return the number of elements per unit."""
         return self.units.fan_in(self.weight.shape)
 
-    # ---- Arithmetic with one number per unit. Numbers of a weight are a column, of shape (n, 1).
+    # ---- Numbers per unit: a column, of shape (n, 1).
 
-    def unit_view(self, x: Tensor) -> Tensor:
-        """Return something laid out as the weight, so that numbers per unit broadcast to it."""
-        if self.rows and x.is_contiguous():
-            return x if x.ndim == 2 else x.view(self.x.shape)
-        return self._unit_view(x)[0]
-
-    def _unit_view(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return the same, and the axes that a norm runs over."""
-        if self.index is not None:
-            return x, tuple(range(2, x.ndim))
-        if self.units.are_rows and x.ndim > 1 and _has_dense_rows(x):
-            return _rows(x), (1,)
-        kept = {*self.kept_axes}
-        if self.groups > 1:
-            x, kept = x.unflatten(0, (self.groups, -1)), {0, *(a + 1 for a in kept)}
-        return x, tuple(axis for axis in range(x.ndim) if axis not in kept)
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return Σ over each unit of this rank's part, as a column."""
-        if self.index is not None:
-            per_row = x.sum(self.axes)
-            total = per_row.new_zeros(self.groups, x.shape[1])
-            return total.index_add_(0, self.index, per_row).view(-1, 1)
-        if not self.axes:
-            return x.reshape(-1, 1).clone()
-        return x.sum(self.axes).reshape(-1, 1)
+    def _like_x(self, x: Tensor) -> Tensor:
+        """Return something that is laid out as the weight in the form of `x`."""
+        return x.as_strided(self.x.shape, self.x.stride())
 
     def lengths(self, x: Tensor) -> Tensor:
-        """Return the length of every unit of x as a column, summed over ranks."""
-        squares = self.sum(x.square())
+        """Return the length of every unit, summed over ranks."""
+        squares = self.x_units.sum(x.square()).reshape(-1, 1)
         for group in self.cut:
             torch.distributed.all_reduce(squares, group=group)
         return overflow_is_nan(squares.sqrt())
 
     def spread(self, column: Tensor) -> Tensor:
         """Return a column so that it broadcasts to `x`."""
-        spread = column.view(self.kept)
-        return spread if self.index is None else spread[self.index]
+        return self.x_units.spread(column.view(self.x_units.shape(self.x.shape)), self.x)
 
     def as_units(self, column: Tensor) -> Tensor:
         """Return a column in the shape of g; sharded if the weight is."""
+        here = column.view(self.units.shape(self.stored.shape))
         if not is_sharded(self.weight):
-            return column.view(self.shape)
-        here = list(self.shape)
-        for axis in self.kept_axes:
-            here[axis] = local(self.weight).shape[axis]
-        return _as_dtensor(column.view(here), self.weight, self.placements, torch.Size(self.shape))
+            return here
+        shape = torch.Size(self.units.shape(self.weight.shape))
+        return _as_dtensor(here, self.weight, self.placements, shape)
 
     # ---- Gradients.
 
@@ -218,39 +191,23 @@ class InPlaceWeight:
             )
         return grad is not None
 
-    def local_grad(self) -> Tensor:
-        """Return the gradient as a tensor that may be overwritten, laid out as the weight."""
-        grad = self.weight.grad
-        assert grad is not None
-        here = local(placed_like(grad, self.weight)) if is_sharded(self.weight) else grad
-        if here.dtype is not self.stored.dtype or here.stride() != self.stored.stride():
-            here = torch.empty_like(self.stored).copy_(here)
-        return here
-
-    def narrow_grad(self) -> Tensor:
-        """Return the gradient of a bfloat16 or float16 weight, laid out as the float32 copy."""
-        grad = self.weight.grad
-        assert grad is not None
+    def take_gradient(self) -> Tensor | None:
+        """Return ∇w in the form of `x`, and drop it from the weight; None if there is none."""
+        grad, self.weight.grad = self.weight.grad, None
+        if grad is None:
+            return None
         here = local(placed_like(grad, self.weight)) if is_sharded(self.weight) else grad
         if here.stride() != self.stored.stride():
             here = torch.empty_like(self.stored, dtype=here.dtype).copy_(here)
-        return here
-
-    def replacement(self, grad: Tensor, new: Tensor) -> Tensor:
-        """Return new values for a result of `local_grad` in a tensor that takes no more memory."""
-        new = new.as_strided(grad.shape, self.stored.stride())
-        # A view of a bucket of gradients, say, is overwritten: its memory would not be freed.
-        return new if grad.untyped_storage().nbytes() == grad.nbytes else grad.copy_(new)
+        return self._like_x(here)
 
     def set_gradients(self, grad: Tensor, grad_g: Tensor | None) -> None:
-        """Hand ∇v and ∇g to the parameters that the inner optimizer moves."""
+        """Hand ∇v, in the form of `x`, and ∇g to the parameters that the inner optimizer moves."""
         self.g.grad = None if grad_g is None else self.as_units(grad_g)
-        whole = self._like_weight(grad)
-        if self.directions[0] is self.master:
-            if self.master.grad is not whole:
-                self.master.grad = whole
-            return
-        for direction, part in zip(self.directions, self._matrices(whole), strict=True):
+        whole = self._like_weight(grad.as_strided(self.stored.shape, self.stored.stride()))
+        is_whole = self.directions[0] is self.master
+        parts = [whole] if is_whole else self._matrices(whole)
+        for direction, part in zip(self.directions, parts, strict=True):
             direction.grad = part
 
     def _like_weight(self, here: Tensor) -> Tensor:
@@ -266,72 +223,53 @@ class InPlaceWeight:
     # ---- Values.
 
     def current(self) -> Tensor:
-        """Return this rank's part in float32 or wider, in which elements of a bfloat16 or float16
-        weight that were written to have the written value."""
-        if self.copy is None:
-            return self.stored
-        now, kept = local(self.weight.detach()), self.stored
-        return torch.where(kept.to(now.dtype) == now, kept, now.to(kept.dtype))
-
-    def read_copy(self) -> None:
-        """Update the float32 copy where the weight was written to."""
-        if self.copy is not None:
-            self.stored.copy_(self.current())
-
-    def write_copy(self) -> None:
-        """Round the float32 copy into the model's weight."""
-        if self.copy is not None:
-            local(self.weight.detach()).copy_(self.stored)
+        """Return `x`, in which elements of a bfloat16 or float16 weight that were written to have
+        the written value."""
+        return self.x if self.narrow is None else latest(self.x, self.narrow)
 
     def start(self, v_norm: float | None) -> None:
         """Set ‖v‖ before the first step: to `v_norm`, by default to ‖w‖."""
         norm = local(self.norm)
         if v_norm is None:
-            norm.copy_(self.lengths(self._unit_view(self.current())[0]).view(norm.shape))
+            norm.copy_(self.lengths(self.current()).view(norm.shape))
             norm.masked_fill_(norm <= EPS, 1.0)  # a zero row has the diagonal direction of norm 1
         else:
             norm.fill_(v_norm)
 
-    def fill_zero_units(self) -> None:
-        """Give every zero unit a random direction of norm 1."""
-        now = self.current()
-        x = self._unit_view(now)[0]
-        zero = self.lengths(x) <= EPS
-        if not bool(zero.any()):
-            return
-        whole = self.units.random_directions(self.weight.shape, self.name).to(now)
-        if is_sharded(self.weight):
-            from torch.distributed.tensor import distribute_tensor
-
-            mesh, placements = self.weight.device_mesh, self.weight.placements
-            whole = local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
-        directions = torch.empty_like(now).copy_(whole)
-        x.copy_(torch.where(self.spread(zero), self._unit_view(directions)[0], x))
-        local(self.weight.detach()).copy_(now)
-
     def set_length(self, length: Tensor | None, log: bool) -> None:
-        """Set g, by default to the ‖w‖ that it is; s = log g for a log-scale."""
-        g = self.g.detach()
-        if length is not None and is_sharded(g):
-            from torch.distributed.tensor import distribute_tensor
+        """Rescale the weight to this g, zero units in random directions; by default g is ‖w‖.
 
-            mesh: Any = g.device_mesh
-            length = distribute_tensor(length, mesh, self.placements, src_data_rank=None)
+        With `log` s = log g is kept.
+        """
+        g = self.g.detach()
         if length is not None:
-            g.copy_(length)
+            g.copy_(_distributed(length, g))
+            x = self.current()
+            zero = self.lengths(x) <= EPS
+            if bool(zero.any()):
+                random = self.units.random_directions(self.weight.shape, self.name)
+                random = local(_distributed(random.to(x), self.weight))
+                random = self._like_x(torch.empty_like(self.stored).copy_(random))
+                x = torch.where(self.spread(zero), random, x)
+            g = local(g).reshape(-1, 1)
+            # See Note [short rows keep their direction].
+            factor = torch.copysign(g.abs().clamp_min(SHORTEST), g) / self.lengths(x)
+            self.x.copy_(x * self.spread(factor))
+            if self.narrow is not None:
+                self.narrow.copy_(self.x)
         if log:
-            g.clamp_min_(torch.finfo(g.dtype).tiny).log_()
+            self.g.detach().clamp_min_(torch.finfo(g.dtype).tiny).log_()
 
     def parts(self, log: bool) -> Parts:
         """Return v and g as new tensors."""
         g = self.g.detach().exp() if log else self.g.detach().clone()
         column, norm = (local(t).reshape(-1, 1) for t in (g, self.norm))
-        x = self._unit_view(self.current())[0]
+        x = self.current()
         length, signed, zero = read_lengths(column, self.lengths(x))
         column.copy_(length)
         x = torch.where(self.spread(zero), self.fan_in() ** -0.5, x) * self.spread(norm / signed)
         v = torch.empty_like(self.stored)
-        self._unit_view(v)[0].copy_(x)
+        self._like_x(v).copy_(x)
         return Parts(self._like_weight(v), g)
 
     # ---- State: one flat dict in torch's layout, with "g", "v_norm" and for bfloat16 or float16
@@ -387,21 +325,6 @@ class InPlaceWeight:
         return {p: kept for p, kept in split.items() if kept}
 
 
-def read_lengths(g: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (g, ±‖w‖ to divide by, mask of zero rows), given g and ‖w‖.
-
-    g stays as it is where it agrees with ‖w‖, and is ±‖w‖ where w was written to.
-    """
-    zero = length <= EPS
-    g = torch.where(agree(g, length), g, torch.copysign(length, g))
-    return g, torch.copysign(length.masked_fill(zero, 1.0), g), zero
-
-
-def overflow_is_nan(norm: Tensor) -> Tensor:
-    """Replace ∞, in place, by NaN: a sum of squares overflowed, and w/‖w‖ would silently be 0."""
-    return norm.nan_to_num_(nan=math.nan, posinf=math.nan)
-
-
 def separate_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Copy gradients that share memory with another one, since ∇w is overwritten by ∇v."""
     spans: list[tuple[int, int, int, nn.Parameter]] = []
@@ -432,25 +355,24 @@ def _as_dtensor(here: Tensor, like: Any, placements: Any, shape: torch.Size) -> 
     return whole
 
 
-def _memory_order(x: Tensor) -> list[int]:
-    strides = x.stride()
-    return sorted(range(x.ndim), key=lambda axis: (-strides[axis], axis))
+def _distributed(x: Tensor, like: Any) -> Tensor:
+    """Return a tensor that every rank has as a DTensor, if `like` is one."""
+    if not is_sharded(like):
+        return x
+    from torch.distributed.tensor import distribute_tensor
 
-
-def _has_dense_rows(x: Tensor) -> bool:
-    """Return whether x is a contiguous matrix with axis 0 as rows, channels-last included."""
-    order = _memory_order(x)
-    return order[0] == 0 and x.permute(order).is_contiguous()
+    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _rows(x: Tensor) -> Tensor:
     """Return x as a matrix in its memory; the order of its columns is that of the memory."""
-    if x.ndim < 2 or not _has_dense_rows(x):
+    rows, _ = unit_view(x, Units())
+    if rows.ndim != 2:
         raise ValueError(
             f"a tensor of shape {tuple(x.shape)} and strides {x.stride()} is no matrix in memory; "
             "make the weight contiguous or channels-last"
         )
-    return x.permute(_memory_order(x)).flatten(1)
+    return rows
 
 
 def set_data(x: Tensor, memory: Tensor) -> None:

@@ -154,7 +154,7 @@ def in_place(weight: PlainWeight, matrices: bool) -> InPlaceWeight:
     blocks = _stacked(weight.module, weight.name)
     if isinstance(units.dim, tuple):  # a stack of matrices
         blocks = shape[: len(units.dim) - 1].numel()
-    return InPlaceWeight(weight.path, weight.parameter, units, blocks=blocks if matrices else 0)
+    return InPlaceWeight(weight.path, weight.parameter, units, blocks if matrices else 0)
 
 
 def _stacked(layer: nn.Module, name: str) -> int:

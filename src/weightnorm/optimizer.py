@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from weightnorm._device_units import units_by_device
-from weightnorm._in_place import State, separate_gradients
+from weightnorm._in_place import InPlaceWeight, State, separate_gradients
 from weightnorm._optimizer_groups import (
     ROLES,
     Bucket,
@@ -53,8 +53,6 @@ _COMPARED = {
 }
 """Arguments by the group keys that `load_state_dict` compares; not forwarded."""
 _OWN_KEYS = (*_COMPARED.values(), "steps")
-Numbers = list[list[int]]
-"""Numbers of weights, by device."""
 
 
 class NormalizedInOptimizer(NamedTuple):
@@ -169,7 +167,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         plain, frozen = plain_weights(model, where, dim)
         lengths_at_start = {p: initial.initial_g(weight) for p, weight in plain.items()}
         self._inner: list[torch.optim.Optimizer] = []
-        self._is_new, self._is_read = True, False
+        self._is_new = g is None  # else ‖v‖ stays that of the weights as they were
+        self._is_read = False
         self._shown: defaultdict[Any, Any] | None = None
         super().__init__(list(model.parameters()) if params is None else params, {})
         self._weights = [in_place(plain[p], matrices) for p in self._parameters() if p in plain]
@@ -184,17 +183,11 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         mine = set(self._parameters())
         self._frozen = {name: weight for name, weight in frozen.items() if weight in mine}
         self._start()
-        for each in self._weights:
-            each.set_length(lengths_at_start[each.weight], self._log)
+        with torch.no_grad():
+            for each in self._weights:
+                each.set_length(lengths_at_start[each.weight], self._log)
         self._units = units_by_device(self._weights, self._log)
         self._build(factories, weight_decay_on, matrices)
-        if g is not None:  # ‖v‖ is that of the weights as they were
-            self._is_new = False
-            with torch.no_grad():
-                for each in self._weights:
-                    each.fill_zero_units()
-                for units, every in zip(self._units, self._every_weight(), strict=True):
-                    units.rescale(every)
 
     def _build(self, factories: dict[str, Factory], decay_on: str | None, matrices: bool) -> None:
         """Make the inner optimizers, and one of our groups for each of theirs."""
@@ -239,7 +232,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             {"params": bucket.model_params, **options_of(group), **marks}
             for bucket, group in self._inner_groups()
         ]
-        self._group_of = {p: i for i, b in enumerate(self._buckets) for p in b.model_params}
+        self._group_numbers = {p: i for i, b in enumerate(self._buckets) for p in b.model_params}
         self._mover = {p: b.optimizer for b in self._buckets for p in b.inner_params}
         """The number of the inner optimizer that moves a parameter."""
         # Schedulers read the defaults to know which options every group has.
@@ -292,85 +285,58 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active = self._begin()
+        self._begin()
         try:
             if closure is None or len(self._inner) > 1 or self._normalize_update:
-                self._move(active)
+                self._move()
             else:
-                loss = self._move_with(closure, loss, active)
+                loss = self._move_with(closure, loss)
         finally:
             self._end()
         return loss
 
-    def _move(self, active: Numbers) -> None:
+    def _move(self) -> None:
         """Step every inner optimizer once. Alone this is compiled."""
-        is_v = self._no_weights()
         try:
-            self._to_directions(active, active, is_v)
-            self._decay_weights(active)
-            before = []
-            if self._normalize_update:
-                before = [u.copies(a) for u, a in zip(self._units, active, strict=True)]
+            self._to_directions()
+            self._decay_weights()
+            before = [u.copies() for u in self._units] if self._normalize_update else []
             for inner in self._inner:
                 inner.step()
-            for units, which, copies in zip(self._units, active, before, strict=False):
-                rates = [self.param_groups[self._group_of[w.weight]]["lr"] for w in units.weights]
-                units.normalize_update(which, copies, rates)
+            for units, copies in zip(self._units, before, strict=False):
+                rates = [self._group_of(units.weights[i])["lr"] for i in units.graded]
+                units.normalize_update(copies, rates)
         finally:
-            if not torch.compiler.is_compiling():
-                self._bind_moved()
-            self._to_weights(is_v)
+            self._to_weights()
 
-    def _move_with(self, closure: Callable[[], Any], loss: Any, active: Numbers) -> Any:
+    def _move_with(self, closure: Callable[[], Any], loss: Any) -> Any:
         """Step an inner optimizer that may evaluate the loss again after moving v and g.
 
-        It may also move weights without gradients, so all are v; those it leaves get back their
-        bits.
+        It may also move weights without gradients, so all are v.
         """
-        every = self._every_weight()
-        idle = [[i for i in a if i not in {*b}] for a, b in zip(every, active, strict=True)]
-        w = [units.copies(which) for units, which in zip(self._units, idle, strict=True)]
-        v: list[list[Tensor]] = [[] for _ in self._units]
-        is_v = self._no_weights()
         versions: list[int] | None = None
-
-        def restore() -> None:
-            nonlocal is_v
-            self._bind_moved()
-            moved = []
-            for units, numbers, *copies in zip(self._units, is_v, idle, w, v, strict=True):
-                left = set()
-                for i, before, direction in zip(*copies, strict=False):
-                    x = units.weights[i].x
-                    if i in numbers and torch.equal(x, direction):
-                        x.copy_(before)
-                        left.add(i)
-                moved.append([i for i in numbers if i not in left])
-            is_v = self._no_weights()
-            self._to_weights(moved)
 
         def evaluate() -> Any:
             nonlocal loss, versions
             is_known, versions = versions == self._versions(), None
             if is_known:  # nothing was moved since the closure was evaluated
                 return loss
-            restore()
+            self._to_weights()
             for weight in self._weights:
                 weight.clear_gradients()
             with torch.enable_grad():
                 loss = closure()
             separate_gradients(self._parameters())
-            self._to_directions(every, self._active(), is_v)
+            self._to_directions(every=True)
             return loss
 
         try:
-            self._to_directions(every, active, is_v)
-            v = [units.copies(which) for units, which in zip(self._units, idle, strict=True)]
-            self._decay_weights(active)
+            self._to_directions(every=True)
+            self._decay_weights()
             versions = self._versions()
             return self._inner[0].step(evaluate)
         finally:
-            restore()
+            self._to_weights()
 
     def _versions(self) -> list[int]:
         """Return how often the parameters that the inner optimizers move were written to."""
@@ -390,23 +356,23 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         if not inner:
             return
         self._begin()
-        is_v = self._no_weights()
         try:
-            self._to_directions(self._every_weight(), self._no_weights(), is_v)
+            self._to_directions(every=True, gradients=False)
             for optimizer in inner:
                 getattr(optimizer, mode)()
         finally:
-            self._to_weights(is_v)
+            self._to_weights()
             self._end(clear=False)
 
     @disable_dynamo
-    def _begin(self) -> Numbers:
-        """Check and prepare all that a step needs; return the numbers of weights with gradients.
+    def _begin(self) -> None:
+        """Check and prepare all that a step needs.
 
         Not compiled, so what depends on memory, hooks and states holds in a compiled step too.
         """
         self._check_memory()
-        active = self._active()
+        for units in self._units:
+            units.find_gradients()
         self._held = self._norms_to_hold()
         self._is_new = False
         separate_gradients(self._parameters())
@@ -416,7 +382,6 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         self._hooks = [(hooks, dict(hooks)) for hooks in GLOBAL_OPTIMIZER_HOOKS]
         for hooks, _ in self._hooks:
             hooks.clear()
-        return active
 
     @disable_dynamo
     def _end(self, *, clear: bool = True) -> None:
@@ -437,35 +402,26 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         else:
             self._shown = None
 
-    def _active(self) -> Numbers:
-        return [[i for i, w in enumerate(u.weights) if w.has_grad()] for u in self._units]
+    def _to_directions(self, *, every: bool = False, gradients: bool = True) -> None:
+        for units in self._units:
+            units.to_directions(
+                train_g=self._train_g, project=self._project, every=every, gradients=gradients
+            )
 
-    def _no_weights(self) -> Numbers:
-        return [[] for _ in self._units]
+    def _to_weights(self) -> None:
+        for units in self._units:
+            if not torch.compiler.is_compiling():
+                units.bind_moved()
+            units.to_weights()
 
-    def _every_weight(self) -> Numbers:
-        return [list(range(len(units.weights))) for units in self._units]
-
-    def _to_directions(self, active: Numbers, graded: Numbers, is_v: Numbers) -> None:
-        for units, *numbers in zip(self._units, active, graded, is_v, strict=True):
-            if numbers[0]:
-                units.to_directions(*numbers, train_g=self._train_g, project=self._project)
-
-    def _to_weights(self, active: Numbers) -> None:
-        for units, which in zip(self._units, active, strict=True):
-            if which:
-                units.to_weights(which)
-
-    def _decay_weights(self, active: Numbers) -> None:
+    def _decay_weights(self) -> None:
         """Apply w ← (1 − lr·weight_decay)·w for ``weight_decay_on="w"``: of w, g alone changes."""
-        if self._decay_on != "w":
-            return
-        for units, which in zip(self._units, active, strict=True):
-            owners = [self._group_of[units.weights[i].weight] for i in which]
-            groups = [self.param_groups[number] for number in owners]
-            factors = [1 - float(g["lr"]) * (g.get("weight_decay") or 0) for g in groups]
-            if any(factor != 1 for factor in factors):
-                units.shrink(which, factors)
+        for units in self._units if self._decay_on == "w" else ():
+            groups = [self._group_of(units.weights[i]) for i in units.graded]
+            units.shrink([1 - float(g["lr"]) * (g.get("weight_decay") or 0) for g in groups])
+
+    def _group_of(self, weight: InPlaceWeight) -> dict[str, Any]:
+        return self.param_groups[self._group_numbers[weight.weight]]
 
     # ---- ‖v‖.
 
@@ -530,17 +486,14 @@ class WeightNormOptimizer(torch.optim.Optimizer):
     def _follow(self) -> None:
         """Follow the model to other memory, and before the first step to other weights, such as
         those of rank 0 in DistributedDataParallel: ‖v‖ is their norm."""
-        self._bind_moved()
+        if any(weight.moved() for weight in self._weights):
+            self._bind()
         if self._is_new:
             self._start()
         for p, state in (self._shown or {}).items():
             if p in self._found:
                 self._found[p].check_own_state(state, complete=False)
                 self._found[p].write_own_state(state)
-
-    def _bind_moved(self) -> None:
-        if any(weight.moved() for weight in self._weights):
-            self._bind()
 
     def _bind(self) -> None:
         """Follow the model to another device, dtype or memory."""

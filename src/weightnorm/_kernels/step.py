@@ -1,164 +1,231 @@
-"""The optimizer form's step on an accelerator: two launches, however many weights there are.
+"""The two passes of an optimizer step in torch's operations: w → v and ∇w → ∇v, then v → w.
 
-``weightnorm::to_directions_`` turns every w into v and every ∇w into ∇v, and sets ∇g;
-``weightnorm::to_weights_`` turns every v into w and updates ‖v‖. Both take lists of weights and g,
-‖v‖ and ∇g as columns with one number for each unit of all of them. As the operators in triton.py,
-they have an implementation in torch's operations for devices that Triton does not serve.
+Both take lists of weights, and g, ‖v‖ and ∇g as flat columns with one number for each unit, so that
+arithmetic on those costs a few kernel launches per step, not per weight. On a CPU and CUDA, eq. 3
+of rows is torch's fused kernel. triton_step.py has the same passes as two launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from weightnorm._kernels import triton as module_form
-from weightnorm._kernels.triton import BLOCKS
-from weightnorm._units import EPS, SHORTEST, agree
+from weightnorm._torch_private import foreach_mul_, fused_weight_norm_backward
+from weightnorm._units import EPS, SHORTEST, Units, agree
+
+
+class Weights:
+    """The weights that take part in a step, all on one device and of one dtype.
+
+    Args:
+        x: the weights in float32 or wider, as rows or blocks where they have such a view.
+        units: the units of each.
+        narrow: the model's weights where they are bfloat16 or float16 and `x` is a copy; else [].
+        first: where the numbers of each weight begin in the flat columns.
+        fan_in: the number of elements per unit; of the whole weight, if `x` is a shard.
+    """
+
+    def __init__(
+        self,
+        x: list[Tensor],
+        units: list[Units],
+        narrow: list[Tensor],
+        first: list[int],
+        fan_in: list[int],
+    ) -> None:
+        self.x, self.units, self.narrow, self.first, self.fan_in = x, units, narrow, first, fan_in
+        self.shapes = [each.shape(w.shape) for each, w in zip(units, x, strict=True)]
+        self.counts = [math.prod(shape) for shape in self.shapes]
+        last = [start + count for start, count in zip(first, self.counts, strict=True)]
+        self.columns: slice | Tensor = slice(first[0], last[-1])
+        """The rows of the flat columns that belong to these weights."""
+        if first[1:] != last[:-1]:
+            spans = zip(first, last, strict=True)
+            self.columns = torch.cat([torch.arange(*s, device=x[0].device) for s in spans])
+
+    def split(self, column: Tensor) -> list[Tensor]:
+        """Return the part of each weight, in the shape of its g."""
+        parts = column.split(self.counts)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def spread(self, column: Tensor) -> list[Tensor]:
+        """Return the part of each weight, so that it broadcasts to it."""
+        parts = self.split(column)
+        return [u.spread(part, x) for u, part, x in zip(self.units, parts, self.x, strict=True)]
+
+    def lengths(self) -> Tensor:
+        """Return the length of every unit as a column; NaN where a sum of squares overflows."""
+        lengths = self.x[0].new_empty(sum(self.counts), 1)
+        for x, units, column in zip(self.x, self.units, self.split(lengths), strict=True):
+            if units.are_rows and x.ndim == 2:
+                torch.linalg.vector_norm(x, 2, 1, True, out=column)
+            else:
+                torch.sqrt(units.sum(x.square()), out=column)
+        return overflow_is_nan(lengths)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply every unit by its factor."""
+        foreach_mul_(self.x, self.spread(factor))
 
 
 def unit_sums(
-    w: list[Tensor], grad: list[Tensor], blocks: list[int], first: list[int], out: Tensor
+    w: Weights, narrow: Sequence[Tensor], grad: Sequence[Tensor | None], out: Tensor
 ) -> None:
     """Write Σw², Σ∇w·w and Σ∇w of every unit to the columns of `out`."""
-    for k, x in enumerate(w):
-        outer, before, units, after = blocks[4 * k : 4 * k + 4]
-        rows = x.view(outer, before, units, after)
-        slope = grad[k].to(x.dtype).view(rows.shape)
-        part = out[first[k] : first[k] + outer * units]
-        for i, term in enumerate((rows * rows, slope * rows, slope)):
-            part[:, i] = BLOCKS.sum(term).flatten()
+    sums = out.new_zeros(sum(w.counts), 3)
+    parts = (w.split(column[:, None]) for column in sums.unbind(1))
+    for k, (units, *part) in enumerate(zip(w.units, *parts, strict=True)):
+        x = latest(w.x[k], narrow[k]) if narrow else w.x[k]
+        slope = grad[k]
+        slope = torch.zeros_like(x) if slope is None else slope.to(x.dtype)
+        for column, term in zip(part, (x.square(), slope * x, slope), strict=True):
+            column.copy_(units.sum(term))
+    out[w.columns] = sums
 
 
-def _to_directions_by_operations(
-    w: list[Tensor], narrow: list[Tensor], grad: list[Tensor], grad_v: list[Tensor],
-    g: Tensor, norm: Tensor, grad_g: Tensor, was_zero: Tensor, sums: Tensor | None,
-    blocks: list[int], first: list[int], fan_in: list[int], log: bool, project: bool,
-) -> None:  # fmt: skip
-    for x, now in zip(w, narrow, strict=False):
-        x.copy_(torch.where(x.to(now.dtype) == now, x, now.to(x.dtype)))
-    if sums is None:
-        sums = g.new_empty(len(g), 3)
-        unit_sums(w, grad, blocks, first, sums)
-    for k, x in enumerate(w):
-        outer, before, units, after = blocks[4 * k : 4 * k + 4]
-        part = slice(first[k], first[k] + outer * units)
-        shape = (outer, 1, units, 1)
-        square, product, total = (column.view(shape) for column in sums[part].unbind(1))
-        stored, length = g[part].view(shape), square.sqrt()
-        length = torch.where(length.isinf(), torch.nan, length)
-        old = stored.exp() if log else stored
-        same, zero = agree(old, length), length <= EPS
-        sign = torch.where(old < 0, -1.0, 1.0)
-        new = torch.where(same, old, sign * length)
-        signed = sign * torch.where(zero, 1.0, length)
-        diagonal = fan_in[k] ** -0.5
-        dot = torch.where(zero, total * diagonal, product) / signed
-        rows = x.view(outer, before, units, after)
-        rows.copy_(torch.where(zero, diagonal, rows))
-        slope = grad[k].to(x.dtype).view(rows.shape)
-        slope = slope - rows * (dot / signed) if project else slope
-        held = norm[part].view(shape)
-        grad_v[k].view(rows.shape).copy_(slope * (new / held))
-        grad_g[part] = (dot * new if log else dot).view(-1, 1)
-        tiny = torch.finfo(g.dtype).tiny
-        written = length.clamp_min(tiny).log() if log else new
-        g[part] = torch.where(same, stored, written).view(-1, 1)
-        was_zero[part] = (zero & ~same).view(-1, 1)
-        rows.mul_(held / signed)
-
-
-def _to_weights_by_operations(
-    w: list[Tensor], narrow: list[Tensor], g: Tensor, norm: Tensor, was_zero: Tensor,
-    squares: Tensor | None, blocks: list[int], first: list[int], log: bool,
-) -> None:  # fmt: skip
-    for k, x in enumerate(w):
-        outer, before, units, after = blocks[4 * k : 4 * k + 4]
-        part, shape = slice(first[k], first[k] + outer * units), (outer, 1, units, 1)
-        rows = x.view(outer, before, units, after)
-        square = BLOCKS.sum(rows * rows) if squares is None else squares[part].view(shape)
-        length = square.sqrt()
-        length = torch.where(length.isinf(), torch.nan, length)
-        own = g[part].view(shape).exp() if log else g[part].view(shape)
-        zero = length <= EPS
-        gone = zero | (was_zero[part].view(shape) & (own == 0))
-        factor = torch.where(own < 0, -1.0, 1.0) * own.abs().clamp_min(SHORTEST) / length
-        rows.mul_(torch.where(gone, 0.0, factor))
-        norm[part] = torch.where(zero, norm[part].view(shape), length).view(-1, 1)
-        if narrow:
-            narrow[k].copy_(x)
-
-
-_LIBRARY = torch.library.Library("weightnorm", "FRAGMENT")
-_LIBRARY.define(
-    "to_directions_(Tensor(a!)[] w, Tensor[] narrow, Tensor[] grad, Tensor(b!)[] grad_v,"
-    " Tensor(c!) g, Tensor norm, Tensor(d!) grad_g, Tensor(e!) was_zero, Tensor? sums,"
-    " int[] blocks, int[] first, int[] fan_in, bool log, bool project) -> ()"
-)
-_LIBRARY.define(
-    "to_weights_(Tensor(a!)[] w, Tensor(b!)[] narrow, Tensor g, Tensor(c!) norm, Tensor was_zero,"
-    " Tensor? squares, int[] blocks, int[] first, bool log) -> ()"
-)
-_LIBRARY.define(
-    "unit_sums_(Tensor[] w, Tensor[] grad, int[] blocks, int[] first, Tensor(a!) out) -> ()"
-)
-
-
-def _launch_sums(
-    w: list[Tensor], grad: list[Tensor], blocks: list[int], first: list[int], out: Tensor
+def to_directions(
+    w: Weights,
+    grad: list[Tensor | None],
+    g: Tensor,
+    norm: Tensor,
+    grad_g: Tensor,
+    was_zero: Tensor,
+    sums: Tensor | None,
+    *,
+    log: bool,
+    project: bool,
 ) -> None:
-    from weightnorm._kernels import triton_step_kernels as kernels
+    """Overwrite w by v, and the entries of `grad` by ∇v; set ∇g.
 
-    weights, units = kernels.table(w, [], grad, [], blocks, first, [])
-    kernels.sums_kernel[(len(units),)](
-        weights, units, out,
-        WIDE=kernels.TYPES[w[0].dtype], NARROW_TYPE=kernels.TYPES[grad[0].dtype],
-        BE=kernels.tile(blocks),
-    )  # fmt: skip
+    With g signed and L = ±‖w‖: v = w·‖v‖/L, ∇g = ∇w·w/L, ∇v = (g/‖v‖)(∇w − (∇g/L)w).
+
+    Args:
+        w: the weights.
+        grad: ∇w of each, laid out as it; None for a weight that has none. May be overwritten.
+        g, norm, grad_g, was_zero: flat columns: g, ‖v‖, ∇g, and whether w was zero. g is updated
+            where a weight was written to.
+        sums: what `unit_sums` returns, added up over ranks, where units lie on several; else None.
+        log: whether `g` has s = log g.
+        project: False for ∇v = (g/‖v‖)∇w.
+    """
+    for x, now in zip(w.x, w.narrow, strict=False):
+        x.copy_(latest(x, now))
+    length = w.lengths() if sums is None else overflow_is_nan(sums[w.columns, :1].sqrt())
+    stored = g[w.columns]
+    own = stored.exp() if log else stored
+    same = agree(own, length)
+    zero = torch.zeros_like(same)
+    signed = torch.copysign(length, own)
+    if _may_hold_false(same):
+        own, signed, zero = read_lengths(own, length)
+        tiny = torch.finfo(g.dtype).tiny
+        g[w.columns] = torch.where(same, stored, length.clamp_min(tiny).log()) if log else own
+        # A zero row takes the diagonal direction: as if ‖w‖ were 1, with g = 0.
+        for x, mask, fan_in in zip(w.x, w.spread(zero), w.fan_in, strict=True):
+            x.masked_fill_(mask, fan_in**-0.5)
+    was_zero[w.columns] = zero
+    scale = norm[w.columns] / signed
+    slopes = torch.zeros_like(length)
+    gains, lengths, zeros, found = map(w.split, (own / scale, signed, zero, slopes))
+    products: list[Tensor | None] = [None] * len(w.x)
+    if sums is not None:  # taken before zero rows had a direction
+        given = zip(zeros, *(w.split(c) for c in sums[w.columns, 1:, None].unbind(1)), strict=True)
+        products = [
+            torch.where(mask, total * fan_in**-0.5, product)
+            for (mask, product, total), fan_in in zip(given, w.fan_in, strict=True)
+        ]
+    for k, (x, units) in enumerate(zip(w.x, w.units, strict=True)):
+        if grad[k] is not None:  # only the list refers to ∇w: it is freed before the next ∇v
+            grad[k] = _gradients(
+                grad[k], x, gains[k], units, lengths[k], products[k], found[k], project
+            )
+    grad_g[w.columns] = slopes * own if log else slopes
+    w.scale(scale)
 
 
-def _launch_to_directions(
-    w: list[Tensor], narrow: list[Tensor], grad: list[Tensor], grad_v: list[Tensor],
-    g: Tensor, norm: Tensor, grad_g: Tensor, was_zero: Tensor, sums: Tensor | None,
-    blocks: list[int], first: list[int], fan_in: list[int], log: bool, project: bool,
-) -> None:  # fmt: skip
-    from weightnorm._kernels import triton_step_kernels as kernels
+def _gradients(
+    grad_w: Tensor,
+    x: Tensor,
+    gain: Tensor,
+    units: Units,
+    length: Tensor,
+    product: Tensor | None,
+    grad_g: Tensor,
+    project: bool,
+) -> Tensor:
+    """Return ∇v and set ∇g, by eq. 3 with w for v and `gain` = g·L/‖v‖ for g, given L.
 
-    weights, units = kernels.table(w, narrow, grad, grad_v, blocks, first, fan_in)
-    info = torch.finfo(g.dtype)
-    kernels.directions_kernel[(len(units),)](
-        weights, units, g, norm, grad_g, was_zero, g if sums is None else sums,
-        SHORTEST, EPS, 64 * info.eps, info.tiny,
-        LOG=log, PROJECT=project, GIVEN=sums is not None,
-        WIDE=kernels.TYPES[g.dtype], NARROW_TYPE=kernels.TYPES[grad[0].dtype],
-        BE=kernels.tile(blocks),
-    )  # fmt: skip
-
-
-def _launch_to_weights(
-    w: list[Tensor], narrow: list[Tensor], g: Tensor, norm: Tensor, was_zero: Tensor,
-    squares: Tensor | None, blocks: list[int], first: list[int], log: bool,
-) -> None:  # fmt: skip
-    from weightnorm._kernels import triton_step_kernels as kernels
-
-    weights, units = kernels.table(w, narrow, [], [], blocks, first, [])
-    kernels.weights_kernel[(len(units),)](
-        weights, units, g, norm, was_zero, g if squares is None else squares, SHORTEST, EPS,
-        LOG=log, GIVEN=squares is not None,
-        WIDE=kernels.TYPES[g.dtype],
-        NARROW_TYPE=kernels.TYPES[(narrow or w)[0].dtype],
-        BE=kernels.tile(blocks),
-    )  # fmt: skip
+    ∇v takes the memory of ∇w where that would not be freed. `product` is Σ∇w·w if it is known.
+    """
+    grad_w = grad_w.to(x.dtype)
+    may_fuse = project and product is None and not torch.compiler.is_compiling()
+    if may_fuse and _has_fused_kernel(x, units):
+        grad_v, slope = fused_weight_norm_backward(grad_w, x, gain, length, 0)
+        grad_g.copy_(slope)
+        # A view of a bucket of gradients, say, is overwritten: its memory would not be freed.
+        is_view = grad_w.untyped_storage().nbytes() > grad_w.nbytes
+        return grad_w.copy_(grad_v) if is_view else grad_v
+    torch.div(units.sum(grad_w * x) if product is None else product, length, out=grad_g)
+    if project:
+        grad_w.sub_(x * units.spread(grad_g / length, x))
+    return grad_w.mul_(units.spread(gain / length, x))
 
 
-IMPLEMENTATIONS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    "unit_sums_": (unit_sums, _launch_sums),
-    "to_directions_": (_to_directions_by_operations, _launch_to_directions),
-    "to_weights_": (_to_weights_by_operations, _launch_to_weights),
-}
-for _name, (_operations, _launch) in IMPLEMENTATIONS.items():
-    _LIBRARY.impl(_name, _operations, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"weightnorm::{_name}", lambda *args: None, lib=_LIBRARY)
-    for _device in module_form.SERVED:
-        _LIBRARY.impl(_name, module_form.or_operations(_launch, _operations), _device.upper())
+def _has_fused_kernel(x: Tensor, units: Units) -> bool:
+    return (
+        (units.are_rows and x.ndim == 2 and x.is_contiguous() and x.numel() > 0)
+        and x.device.type in ("cpu", "cuda")
+        and x.dtype in (torch.float32, torch.float64)
+    )
+
+
+def to_weights(
+    w: Weights, g: Tensor, norm: Tensor, was_zero: Tensor, squares: Tensor | None, *, log: bool
+) -> None:
+    """Overwrite v by w = g·v/‖v‖ (eq. 2), and keep the new ‖v‖ in `norm`.
+
+    `squares` is Σv² of every unit, added up over ranks, where units lie on several; else None.
+    """
+    length = w.lengths() if squares is None else overflow_is_nan(squares[w.columns].sqrt())
+    own = g[w.columns].exp() if log else g[w.columns]
+    size = own.abs()
+    factor = own / length
+    if _may_hold_false(torch.minimum(length, size) > SHORTEST):
+        zero = length <= EPS  # not NaN
+        # See Note [short rows keep their direction].
+        factor = torch.copysign(size.clamp_min_(SHORTEST), own) / length
+        factor.masked_fill_(zero | (was_zero[w.columns] & (own == 0)), 0.0)
+        length = torch.where(zero, norm[w.columns], length)
+    w.scale(factor)
+    norm[w.columns] = length
+    for x, now in zip(w.x, w.narrow, strict=False):
+        now.copy_(x)
+
+
+def latest(x: Tensor, now: Tensor) -> Tensor:
+    """Return the float32 copy of a bfloat16 or float16 weight, with the elements that were written
+    to since it was rounded."""
+    return torch.where(x.to(now.dtype) == now, x, now.to(x.dtype))
+
+
+def read_lengths(g: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (g, ±‖w‖ to divide by, mask of zero rows), given g and ‖w‖.
+
+    g stays as it is where it agrees with ‖w‖, and is ±‖w‖ where w was written to.
+    """
+    zero = length <= EPS
+    g = torch.where(agree(g, length), g, torch.copysign(length, g))
+    return g, torch.copysign(length.masked_fill(zero, 1.0), g), zero
+
+
+def overflow_is_nan(norm: Tensor) -> Tensor:
+    """Replace ∞, in place, by NaN: a sum of squares overflowed, and w/‖w‖ would silently be 0."""
+    return norm.nan_to_num_(nan=math.nan, posinf=math.nan)
+
+
+def _may_hold_false(mask: Tensor) -> bool:
+    """Return whether `mask` may contain False: always on accelerators, to avoid a sync."""
+    return not mask.is_cpu or torch.compiler.is_compiling() or not bool(mask.all())

@@ -27,12 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightnorm._kernels.blocks import BLOCKS, Blocks, blocks_of, in_memory_order
 from weightnorm._kernels.formula import gradients
 from weightnorm._units import EPS, Units, wide_dtype
 
-Blocks = list[int]
-BLOCKS = Units((0, 2))
-"""The units of a weight that is seen as (outer, before, units, after)."""
 SERVED = ("cuda", "xpu")
 """Devices that Triton has a backend for; "cuda" is also AMD's."""
 
@@ -40,56 +38,19 @@ is_enabled = os.environ.get("WEIGHTNORM_TRITON", "1") != "0"
 """Set by ``functional.use_triton``."""
 
 
-def blocks_of(shape: tuple[int, ...], units: Units) -> Blocks | None:
-    """Return (outer, before, units, after) for a contiguous weight; None if it has no such view.
-
-    >>> blocks_of((4, 3, 5), Units(1, groups=2)), blocks_of((8, 40, 20), Units((0, 1)))
-    ([2, 2, 3, 5], [1, 1, 320, 20])
-    """
-    sizes = list(shape)
-    kept = [axis in units.kept(len(shape)) for axis in range(len(shape))]
-    if units.groups > 1:
-        sizes[:1], kept[:1] = [units.groups, shape[0] // units.groups], [True, False]
-    runs: list[tuple[bool, int]] = []  # neighboring axes that are all kept or all summed over
-    for size, is_kept in zip(sizes, kept, strict=True):
-        if runs and runs[-1][0] == is_kept:
-            runs[-1] = is_kept, runs[-1][1] * size
-        else:
-            runs.append((is_kept, size))
-    if not runs or not runs[0][0]:
-        runs.insert(0, (True, 1))
-    if len(runs) > 4:
-        return None
-    outer, before, count, after = [size for _, size in runs] + [1] * (4 - len(runs))
-    if before * after >= 2**31:  # the kernels number the elements of a unit in int32
-        return None
-    # Rows, which one program can take several of.
-    return [1, 1, outer, before] if count == after == 1 else [outer, before, count, after]
-
-
-def _in_memory_order(x: Tensor, units: Units) -> tuple[Tensor, Units]:
-    """Return a channels-last x as a contiguous tensor in its own memory, with its units."""
-    if x.is_contiguous() or x.ndim < 3 or isinstance(units.dim, tuple) or units.groups > 1:
-        return x, units
-    moved = x.movedim(1, -1)  # channels-last
-    if units.dim in (None, 0):
-        return moved, units
-    return moved, Units(x.ndim - 1 if units.dim == 1 else units.dim - 1)
-
-
 def compose(v: Tensor, g: Tensor, units: Units, eps: float = EPS) -> Tensor | None:
     """Return w = g·v/‖v‖, or None if the kernels do not serve this weight."""
-    moved, there = _in_memory_order(v, units)
+    moved, there, back = in_memory_order(v, units)
     blocks = blocks_of(moved.shape, there)
     if blocks is None or not moved.is_contiguous() or not v.numel():
         return None
     w: Tensor = _Compose.apply(moved, g, there, blocks, eps)
-    return w if moved is v else w.movedim(-1, 1)
+    return w if moved is v else w.permute(back)
 
 
 def norm(v: Tensor, units: Units) -> Tensor | None:
     """Return ‖v‖ to the bit as `compose` takes it; None if the kernels do not serve this weight."""
-    moved, there = _in_memory_order(v, units)
+    moved, there, _ = in_memory_order(v, units)
     blocks = blocks_of(moved.shape, there)
     if blocks is None or not moved.is_contiguous() or not v.numel():
         return None

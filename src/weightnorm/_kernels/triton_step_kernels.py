@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The Triton kernels of the optimizer form's step; see step.py, which decides when they run.
+"""The Triton kernels of the optimizer form's step; see triton_step.py, which decides when they run.
 
 One program handles one unit of one weight. A table of addresses says where each weight and gradient
 lies. It changes only when memory moves, so that CUDA graphs can capture the step.
@@ -173,20 +173,20 @@ def table(
     narrow: Sequence[Tensor],
     grad: Sequence[Tensor],
     grad_v: Sequence[Tensor],
-    blocks: Sequence[int],
     first: Sequence[int],
     fan_in: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return the table of the weights and that of the units, made anew only if memory moved."""
     none = [0] * len(w)
     addresses = [[x.data_ptr() for x in each] or none for each in (w, narrow, grad, grad_v)]
-    key = (w[0].device.index or 0, *(a for each in addresses for a in each), *blocks, *first)
+    key = (w[0].device.index or 0, *(a for each in addresses for a in each), *first)
+    key += tuple(size for x in w for size in x.shape)
     if key not in _tables:
         if len(_tables) >= 32:
             _tables.clear()
         rows, units = [], []
-        for k in range(len(w)):
-            outer, before, count, after = blocks[4 * k : 4 * k + 4]
+        for k, x in enumerate(w):
+            outer, before, count, after = _blocks(x)
             geometry = (count, after, before * after, first[k], fan_in[k] if fan_in else 0)
             rows.append([*(each[k] for each in addresses), *geometry])
             units += [(k, j) for j in range(outer * count)]
@@ -221,10 +221,15 @@ def _on_device(x: Tensor, device: torch.device) -> Tensor:
     return ready.copy_(x).to(device, non_blocking=True)
 
 
-def tile(blocks: Sequence[int]) -> int:
+def tile(w: Sequence[Tensor]) -> int:
     """Return BE: the elements that a program handles at a time."""
-    longest = max(blocks[i + 1] * blocks[i + 3] for i in range(0, len(blocks), 4))
+    longest = max(before * after for _, before, _, after in map(_blocks, w))
     return min(1024, max(32, int(triton.next_power_of_2(longest))))
+
+
+def _blocks(x: Tensor) -> tuple[int, ...]:
+    """Return (outer, before, units, after) of rows or blocks."""
+    return (1, 1, *x.shape) if x.ndim == 2 else tuple(x.shape)
 
 
 TYPES = {

@@ -121,12 +121,12 @@ class DeviceUnits:
         launches = self._launches(w) and all(slope is not None for slope in grad)
         sums = self._sums(w, w.narrow, grad, launches)
         if launches:
-            grad_v = [torch.empty_like(x) for x in w.x] if w.narrow else grad
+            grad_w = grad
+            grad = [torch.empty_like(x) for x in w.x] if w.narrow else grad
             torch.ops.weightnorm.to_directions_(
-                w.x, w.narrow, grad, grad_v, self.g, self.norm, grad_g, self._was_zero, sums,
+                w.x, w.narrow, grad_w, grad, self.g, self.norm, grad_g, self._was_zero, sums,
                 w.first, w.fan_in, self.log, project,
             )  # fmt: skip
-            grad = grad_v
         else:
             step.to_directions(
                 w, grad, self.g, self.norm, grad_g, self._was_zero, sums,

@@ -1,19 +1,18 @@
-"""What the optimizer form is built from: chosen weights, and groups for inner optimizers."""
+"""The inner optimizers: which parameter is in which of their groups, options and state."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from weightnorm._dtensor import refuse_flattened
-from weightnorm._in_place import InPlaceWeight
+from weightnorm._in_place import InPlaceWeight, State
 from weightnorm.layers import Dim, PlainWeight, Where, memory_key, select
 
 Factory = Callable[..., torch.optim.Optimizer]
@@ -43,7 +42,107 @@ class Bucket:
     """The numbers of the inner optimizer and of its group."""
 
 
-def build_inner(
+class InnerOptimizers:
+    """The optimizers of v, of g and of all other parameters.
+
+    Args:
+        groups: the user's parameter groups.
+        found: the weights to normalize.
+        factories: by role, those that have an optimizer of their own.
+        decay_on: the argument `weight_decay_on`.
+        log: whether s = log g is trained.
+        train_g: whether g is.
+        matrices: whether directions are handed over as matrices.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        found: dict[nn.Parameter, InPlaceWeight],
+        factories: dict[str, Factory],
+        *,
+        decay_on: str | None,
+        log: bool,
+        train_g: bool,
+        matrices: bool,
+    ) -> None:
+        build = functools.partial(_build, groups, found, factories, train_g, matrices)
+        roles = {"auto": {*ROLES}, "parts": {*ROLES}, "g": {"lengths", "others"}}
+        self.optimizers, self.buckets = build(roles.get(decay_on or "", {"others"}))
+        if decay_on == "auto":
+            if any(b.has_weights and group.get("weight_decay") for b, group in self.groups()):
+                is_l2 = not log and adds_decay_to_gradient(factories["directions"])
+                own = "lengths" in factories
+                decay_on = ("g" if is_l2 and not own else "w") if train_g else None
+                decaying = {"others", *(["lengths"] if own or decay_on == "g" else [])}
+                self.optimizers, self.buckets = build(decaying)
+        elif decay_on in ("w", "g"):
+            for bucket, group in self.groups():
+                if "directions" in bucket.roles and "weight_decay" not in group:
+                    raise ValueError(
+                        f"weight_decay_on={decay_on!r} needs an optimizer with `weight_decay`; it "
+                        f"has {sorted(options_of(group))}"
+                    )
+        self.decay_on = decay_on
+        self._found = found
+        self.group_of = {p: i for i, b in enumerate(self.buckets) for p in b.model_params}
+        """The number of the group that has a parameter of the model."""
+        self._mover = {
+            p: self.optimizers[b.optimizer] for b in self.buckets for p in b.inner_params
+        }
+
+    def groups(self) -> Iterator[tuple[Bucket, dict[str, Any]]]:
+        """Yield the parameter groups of the inner optimizers, in the order of ours."""
+        for bucket in self.buckets:
+            yield bucket, self.optimizers[bucket.optimizer].param_groups[bucket.group]
+
+    def versions(self) -> list[int]:
+        """Return how often the parameters that the inner optimizers move were written to."""
+        return [p._version for p in self._mover]
+
+    def write_options(self, ours: list[dict[str, Any]], without: Iterable[str]) -> None:
+        """Take over the options of our groups. Where weight decay does not act on v or g, the inner
+        value is 0; ours keeps the user's."""
+        for group, (bucket, inner) in zip(ours, self.groups(), strict=True):
+            inner.update(options_of(group, without))
+            if not bucket.decays and "weight_decay" in inner:
+                inner["weight_decay"] = 0.0
+            if self.decay_on == "auto" and bucket.has_weights and inner.get("weight_decay"):
+                raise ValueError(
+                    "weight_decay was 0 when the optimizer was built, so it was not decided what "
+                    'it acts on; build it with weight_decay_on="w" (or "parts", "g")'
+                )
+
+    def read_options(self, ours: list[dict[str, Any]]) -> None:
+        """Hand to our groups what the inner optimizers changed in theirs."""
+        for group, (bucket, inner) in zip(ours, self.groups(), strict=True):
+            group.update(options_of(inner, () if bucket.decays else ("weight_decay",)))
+
+    def write_state(self, states: dict[nn.Parameter, State]) -> None:
+        """Take over the state of the model's parameters."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        for p, state in states.items():
+            parts: dict[Tensor, State] = {p: state}
+            if p in self._found:
+                parts = self._found[p].split_state(state)
+            for moved, part in parts.items():
+                if moved in self._mover:
+                    self._mover[moved].state[moved] = part
+
+    def take_state(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, State]:
+        """Return the state by the model's parameters; the inner optimizers keep none."""
+        kept: dict[Any, State] = {}
+        for optimizer in self.optimizers:
+            kept.update(optimizer.state)
+            optimizer.state.clear()
+        return {
+            p: self._found[p].joined_state(kept) if p in self._found else kept.get(p, {})
+            for p in parameters
+        }
+
+
+def _build(
     groups: list[dict[str, Any]],
     found: dict[nn.Parameter, InPlaceWeight],
     factories: dict[str, Factory],
@@ -93,10 +192,8 @@ def build_inner(
         for i, bucket in enumerate(plan):
             bucket.optimizer, bucket.group = len(optimizers), i
         if plan:
-            inner = factories[name]([{**b.settings, "params": b.inner_params} for b in plan])
-            if not isinstance(inner, torch.optim.Optimizer):
-                raise TypeError(f"expected an optimizer's class, got {type(inner).__name__}")
-            optimizers.append(inner)
+            groups_of_it = [{**b.settings, "params": b.inner_params} for b in plan]
+            optimizers.append(factories[name](groups_of_it))
     return optimizers, [bucket for plan in plans.values() for bucket in plan]
 
 
@@ -168,20 +265,6 @@ def _stacked(layer: nn.Module, name: str) -> int:
     return 3 if isinstance(layer, nn.GRU | nn.GRUCell) else 1
 
 
-def check_factory(argument: str, factory: object, *, optional: bool) -> None:
-    """Check that an inner optimizer is given as a class or function."""
-    if callable(factory) or (optional and factory is None):
-        return
-    if isinstance(factory, torch.optim.Optimizer):
-        got = f"an optimizer that is built already; pass its class, {type(factory).__name__}"
-    else:
-        got = repr(factory)
-    raise TypeError(
-        f"{argument} must be the class of an optimizer, such as torch.optim.Adam, or a function of "
-        f"parameter groups, such as functools.partial(torch.optim.Adam, lr=0.001); got {got}"
-    )
-
-
 def check_options(
     scale: str, train_g: bool, project: bool, retract: Any, weight_decay_on: str | None
 ) -> None:
@@ -192,7 +275,7 @@ def check_options(
         raise ValueError(
             f"weight_decay_on={weight_decay_on!r} is unknown; expected one of {DECAYS}"
         )
-    if not (isinstance(retract, Real) and 0 <= float(retract) <= 1):
+    if not 0 <= retract <= 1:
         raise ValueError(
             f"retract={retract!r}; expected a number from 0 (no retraction) to 1 (‖v‖ is held); "
             "the norm to hold it at is `v_norm`"

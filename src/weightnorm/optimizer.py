@@ -18,7 +18,6 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,12 +26,8 @@ from torch import Tensor, nn
 from weightnorm._device_units import units_by_device
 from weightnorm._in_place import InPlaceWeight, State, separate_gradients
 from weightnorm._optimizer_groups import (
-    ROLES,
-    Bucket,
     Factory,
-    adds_decay_to_gradient,
-    build_inner,
-    check_factory,
+    InnerOptimizers,
     check_options,
     in_place,
     moves_matrices,
@@ -148,13 +143,6 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 f"expected the model, got {type(model).__name__}; its layers determine which "
                 "parameters are weights. Write WeightNormOptimizer(model, torch.optim.Adam, lr=…)"
             )
-        for argument, factory in {"inner": inner, "lengths": lengths, "others": others}.items():
-            check_factory(argument, factory, optional=argument != "inner")
-        if not isinstance(params, Iterable | None):
-            raise TypeError(
-                f"params must be parameters or parameter groups; got {params!r}: pass options of "
-                "the optimizer by name, such as lr=0.001"
-            )
         check_options(scale, train_g, project, retract, weight_decay_on)
         factories: dict[str, Factory] = {"directions": functools.partial(inner, **options)}
         factories |= {"lengths": lengths} if lengths is not None else {}
@@ -166,7 +154,6 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         initial = Options(g, scale, None, train_g)
         plain, frozen = plain_weights(model, where, dim)
         lengths_at_start = {p: initial.initial_g(weight) for p, weight in plain.items()}
-        self._inner: list[torch.optim.Optimizer] = []
         self._is_new = g is None  # else ‖v‖ stays that of the weights as they were
         self._is_read = False
         self._shown: defaultdict[Any, Any] | None = None
@@ -183,45 +170,37 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         mine = set(self._parameters())
         self._frozen = {name: weight for name, weight in frozen.items() if weight in mine}
         self._start()
+        self._units = units_by_device(self._weights, self._log)
+        inner_optimizers = InnerOptimizers(
+            self.param_groups,
+            self._found,
+            factories,
+            decay_on=weight_decay_on,
+            log=self._log,
+            train_g=train_g,
+            matrices=matrices,
+        )
+        self._check_closures(inner_optimizers.optimizers)
+        self._inner = inner_optimizers
+        self._make_groups()
         with torch.no_grad():
             for each in self._weights:
                 each.set_length(lengths_at_start[each.weight], self._log)
-        self._units = units_by_device(self._weights, self._log)
-        self._build(factories, weight_decay_on, matrices)
 
-    def _build(self, factories: dict[str, Factory], decay_on: str | None, matrices: bool) -> None:
-        """Make the inner optimizers, and one of our groups for each of theirs."""
-        build = functools.partial(
-            build_inner, self.param_groups, self._found, factories, self._train_g, matrices
-        )
-        roles = {"auto": {*ROLES}, "parts": {*ROLES}, "g": {"lengths", "others"}}
-        self._inner, self._buckets = build(roles.get(decay_on or "", {"others"}))
-        if decay_on == "auto":
-            groups = self._inner_groups()
-            if any(b.has_weights and group.get("weight_decay") for b, group in groups):
-                is_l2 = not self._log and adds_decay_to_gradient(factories["directions"])
-                own = "lengths" in factories
-                decay_on = ("g" if is_l2 and not own else "w") if self._train_g else None
-                decaying = {"others", *(["lengths"] if own or decay_on == "g" else [])}
-                self._inner, self._buckets = build(decaying)
-        elif decay_on in ("w", "g"):
-            for bucket, group in self._inner_groups():
-                if "directions" in bucket.roles and "weight_decay" not in group:
-                    raise ValueError(
-                        f"weight_decay_on={decay_on!r} needs an optimizer with `weight_decay`; it "
-                        f"has {sorted(options_of(group))}"
-                    )
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._inner) and (
-            len(self._inner) > 1 or self._normalize_update
+    def _check_closures(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers) and (
+            len(optimizers) > 1 or self._normalize_update
         ):
             raise ValueError(
                 "LBFGS evaluates the loss many times per step, so it cannot be one of several "
                 "optimizers, or have normalize_update; use it for all parameters: "
                 "WeightNormOptimizer(model, torch.optim.LBFGS)"
             )
-        self._decay_on = decay_on
+
+    def _make_groups(self) -> None:
+        """Make one of our groups for each of the inner optimizers'."""
         marks = {
-            "weight_decay_on": decay_on,
+            "weight_decay_on": self._inner.decay_on,
             "g_scale": "log" if self._log else "linear",
             "retract": self._retract,
             "v_norm": "function" if callable(self._v_norm) else self._v_norm,
@@ -230,15 +209,12 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         }
         self.param_groups = [
             {"params": bucket.model_params, **options_of(group), **marks}
-            for bucket, group in self._inner_groups()
+            for bucket, group in self._inner.groups()
         ]
-        self._group_numbers = {p: i for i, b in enumerate(self._buckets) for p in b.model_params}
-        self._mover = {p: b.optimizer for b in self._buckets for p in b.inner_params}
-        """The number of the inner optimizer that moves a parameter."""
         # Schedulers read the defaults to know which options every group has.
-        first, *rest = (optimizer.defaults for optimizer in self._inner)
+        first, *rest = (optimizer.defaults for optimizer in self._inner.optimizers)
         self.defaults = {k: v for k, v in first.items() if all(k in one for one in rest)}
-        self._options_to_inner()
+        self._inner.write_options(self.param_groups, _OWN_KEYS)
         self._ids = [id(p) for p in self._parameters()]
 
     # ---- Reading.
@@ -257,8 +233,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         self._follow()
         decay = {
             p: float(group.get("weight_decay", 0.0))
-            for inner in self._inner
-            for group in inner.param_groups
+            for _, group in self._inner.groups()
             for p in group["params"]
         }
         return {
@@ -287,7 +262,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._begin()
         try:
-            if closure is None or len(self._inner) > 1 or self._normalize_update:
+            if closure is None or len(self._inner.optimizers) > 1 or self._normalize_update:
                 self._move()
             else:
                 loss = self._move_with(closure, loss)
@@ -301,7 +276,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             self._to_directions()
             self._decay_weights()
             before = [u.copies() for u in self._units] if self._normalize_update else []
-            for inner in self._inner:
+            for inner in self._inner.optimizers:
                 inner.step()
             for units, copies in zip(self._units, before, strict=False):
                 rates = [self._group_of(units.weights[i])["lr"] for i in units.graded]
@@ -318,7 +293,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
         def evaluate() -> Any:
             nonlocal loss, versions
-            is_known, versions = versions == self._versions(), None
+            is_known, versions = versions == self._inner.versions(), None
             if is_known:  # nothing was moved since the closure was evaluated
                 return loss
             self._to_weights()
@@ -333,14 +308,10 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         try:
             self._to_directions(every=True)
             self._decay_weights()
-            versions = self._versions()
-            return self._inner[0].step(evaluate)
+            versions = self._inner.versions()
+            return self._inner.optimizers[0].step(evaluate)
         finally:
             self._to_weights()
-
-    def _versions(self) -> list[int]:
-        """Return how often the parameters that the inner optimizers move were written to."""
-        return [p._version for p in self._mover]
 
     def train(self) -> None:
         """Set inner optimizers with modes (schedule-free ones) to training."""
@@ -352,14 +323,14 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _set_mode(self, mode: str) -> None:
-        inner = [optimizer for optimizer in self._inner if hasattr(optimizer, mode)]
+        inner = [each for each in self._inner.optimizers if hasattr(each, mode)]
         if not inner:
             return
         self._begin()
         try:
             self._to_directions(every=True, gradients=False)
-            for optimizer in inner:
-                getattr(optimizer, mode)()
+            for each in inner:
+                getattr(each, mode)()
         finally:
             self._to_weights()
             self._end(clear=False)
@@ -376,8 +347,9 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         self._held = self._norms_to_hold()
         self._is_new = False
         separate_gradients(self._parameters())
-        self._options_to_inner()
-        self._state_to_inner()
+        self._inner.write_options(self.param_groups, _OWN_KEYS)
+        if self._shown is not None:
+            self._inner.write_state(self._shown)
         # Hooks registered for all optimizers would see a model that holds v.
         self._hooks = [(hooks, dict(hooks)) for hooks in GLOBAL_OPTIMIZER_HOOKS]
         for hooks, _ in self._hooks:
@@ -393,12 +365,12 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         del self._hooks, self._held
         for weight in self._weights if clear else ():
             weight.clear_gradients()
-        self._options_from_inner()
+        self._inner.read_options(self.param_groups)
         for group in self.param_groups:
             if "steps" in group:
                 group["steps"] += 1
         if self._is_read and self._shown is not None:
-            self._state_from_inner(self._shown)
+            self._show(self._shown)
         else:
             self._shown = None
 
@@ -416,19 +388,19 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     def _decay_weights(self) -> None:
         """Apply w ← (1 − lr·weight_decay)·w for ``weight_decay_on="w"``: of w, g alone changes."""
-        for units in self._units if self._decay_on == "w" else ():
+        for units in self._units if self._inner.decay_on == "w" else ():
             groups = [self._group_of(units.weights[i]) for i in units.graded]
             units.shrink([1 - float(g["lr"]) * (g.get("weight_decay") or 0) for g in groups])
 
     def _group_of(self, weight: InPlaceWeight) -> dict[str, Any]:
-        return self.param_groups[self._group_numbers[weight.weight]]
+        return self.param_groups[self._inner.group_of[weight.weight]]
 
     # ---- ‖v‖.
 
     def _norm_at(self, name: str, steps: int) -> float | None:
         """Return what `v_norm` says; raise if it cannot be a norm."""
         norm = self._v_norm(name, steps) if callable(self._v_norm) else self._v_norm
-        if norm is not None and not (isinstance(norm, Real) and 0 < norm < math.inf):
+        if norm is not None and not 0 < norm < math.inf:
             raise ValueError(
                 f"v_norm is {norm!r} for {name} after {steps} steps; expected a positive number"
             )
@@ -501,31 +473,6 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             weight.bind()
         self._units = units_by_device(self._weights, self._log)
 
-    # ---- Options: our groups are what users, schedulers and hooks read and write.
-
-    def _inner_groups(self) -> Iterator[tuple[Bucket, dict[str, Any]]]:
-        """Yield the parameter groups of the inner optimizers, in the order of ours."""
-        for bucket in self._buckets:
-            yield bucket, self._inner[bucket.optimizer].param_groups[bucket.group]
-
-    def _options_to_inner(self) -> None:
-        """Hand the options of our groups to the inner optimizers. Where weight decay does not act
-        on v or g, the inner value is 0; ours keeps the user's."""
-        for group, (bucket, inner) in zip(self.param_groups, self._inner_groups(), strict=True):
-            inner.update(options_of(group, _OWN_KEYS))
-            if not bucket.decays and "weight_decay" in inner:
-                inner["weight_decay"] = 0.0
-            if self._decay_on == "auto" and bucket.has_weights and inner.get("weight_decay"):
-                raise ValueError(
-                    "weight_decay was 0 when the optimizer was built, so it was not decided what "
-                    'it acts on; build it with weight_decay_on="w" (or "parts", "g")'
-                )
-
-    def _options_from_inner(self) -> None:
-        """Take over what the inner optimizers changed in their groups."""
-        for group, (bucket, inner) in zip(self.param_groups, self._inner_groups(), strict=True):
-            group.update(options_of(inner, () if bucket.decays else ("weight_decay",)))
-
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (p for group in self.param_groups for p in group["params"])
 
@@ -541,41 +488,20 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         self._is_read = True
         if self._shown is None:
             self._shown = defaultdict(dict)
-            self._state_from_inner(self._shown)
+            self._show(self._shown)
         return self._shown
 
     @state.setter
     def state(self, value: Any) -> None:
         self._shown = defaultdict(dict, value)
 
-    def _state_to_inner(self) -> None:
-        """Hand the state to the inner optimizers, if it does not lie there."""
-        if self._shown is None:
-            return
-        for inner in self._inner:
-            inner.state.clear()
-        for p, state in self._shown.items():
-            parts: dict[Any, State] = {p: state}
-            if p in self._found:
-                parts = self._found[p].split_state(state)
-            for moved, part in parts.items():
-                if moved in self._mover:
-                    self._inner[self._mover[moved]].state[moved] = part
-
-    def _state_from_inner(self, shown: dict[Any, Any]) -> None:
+    def _show(self, shown: dict[Any, Any]) -> None:
         """Take the state back from the inner optimizers."""
-        kept: dict[Any, State] = {}
-        for inner in self._inner:
-            kept.update(inner.state)
-        for p in self._parameters():
-            weight = self._found.get(p)
-            state = kept.get(p, {}) if weight is None else weight.joined_state(kept)
+        for p, state in self._inner.take_state(self._parameters()).items():
             ours = shown.setdefault(p, state)
             if ours is not state:
                 ours.clear()
                 ours.update(state)
-        for inner in self._inner:
-            inner.state.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in torch's layout, g and ‖v‖ included."""
@@ -601,21 +527,20 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         self._check_memory()
         for group, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(options_of(theirs, _COMPARED.values()))
-        self._options_to_inner()
+        self._inner.write_options(self.param_groups, _OWN_KEYS)
         for p, state in saved.items():
             if (weight := self._found.get(p)) is not None:
                 if weight.copy is not None:  # a run in float32 has none
                     state.setdefault("float32", weight.weight.detach())
                 weight.write_own_state(state)
-        self.state = saved
-        self._state_to_inner()
-        for inner in self._inner:
+        self._inner.write_state(saved)
+        for inner in self._inner.optimizers:
             inner.load_state_dict(inner.state_dict())  # which moves it to devices and types
-        self._options_from_inner()
-        self._shown = defaultdict(dict)
+        self._inner.read_options(self.param_groups)
+        self.state = {}
         if saved:
             self._is_new = False
-            self._state_from_inner(self._shown)
+            self._show(self.state)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -662,7 +587,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise once the optimizer is built: its groups are fixed."""
-        if self._inner:
+        if "_inner" in self.__dict__:
             raise ValueError("add parameter groups by building a new WeightNormOptimizer")
         super().add_param_group(param_group)
 

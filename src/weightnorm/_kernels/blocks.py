@@ -46,7 +46,8 @@ def in_memory_order(x: Tensor, units: Units) -> tuple[Tensor, Units, list[int]]:
     """
     if x.is_contiguous():
         return x, units, [*range(x.ndim)]
-    order = sorted(range(x.ndim), key=lambda axis: (-x.stride(axis), axis))
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda axis: (-strides[axis], axis))
     back = [order.index(axis) for axis in range(x.ndim)]
     kept = [back[axis] for axis in units.kept(x.ndim)]
     if kept != sorted(kept) or (units.groups > 1 and order[0] != 0):

@@ -138,10 +138,12 @@ def to_directions(
             for (mask, product, total), fan_in in zip(given, w.fan_in, strict=True)
         ]
     for k, (x, units) in enumerate(zip(w.x, w.units, strict=True)):
-        if grad[k] is not None:  # only the list refers to ∇w: it is freed before the next ∇v
+        grad_w = grad[k]
+        if grad_w is not None:
             grad[k] = _gradients(
-                grad[k], x, gains[k], units, lengths[k], products[k], found[k], project
+                grad_w, x, gains[k], units, lengths[k], products[k], found[k], project
             )
+        del grad_w  # or ∇w would keep its memory while the next ∇v is formed
     grad_g[w.columns] = slopes * own if log else slopes
     w.scale(scale)
 

@@ -51,26 +51,6 @@ CALLS = {
         TypeError,
         r"got generator; .* Write WeightNormOptimizer\(model, torch.optim.Adam, lr=…\)",
     ),
-    "optimizer by name": (
-        lambda: wn.WeightNormOptimizer(network(), "adam", lr=0.1),
-        TypeError,
-        "inner must be the class of an optimizer, such as torch.optim.Adam, .*; got 'adam'",
-    ),
-    "optimizer that is built already": (
-        lambda: wn.WeightNormOptimizer(network(), SGD([X], lr=0.1)),
-        TypeError,
-        "got an optimizer that is built already; pass its class, SGD",
-    ),
-    "optimizer of g by name": (
-        lambda: wn.WeightNormOptimizer(network(), Adam, lr=0.1, lengths="sgd"),
-        TypeError,
-        "lengths must be the class of an optimizer",
-    ),
-    "learning rate by position": (
-        lambda: wn.WeightNormOptimizer(network(), Adam, 0.1),
-        TypeError,
-        "got 0.1: pass options of the optimizer by name, such as lr=0.001",
-    ),
     "parameters of another model": (
         lambda: wn.WeightNormOptimizer(network(), Adam, network().parameters(), lr=0.1),
         ValueError,

@@ -670,10 +670,8 @@ def test_bad_input():
 WRONG = {
     "scale": ({"scale": "exp"}, "scale='exp' is unknown; expected"),
     "decay": ({"weight_decay_on": "v"}, "weight_decay_on='v' is unknown; expected one of"),
-    "retract": ({"retract": "unit"}, "retract='unit'; expected a number from 0"),
-    "beyond": ({"retract": 3.0}, "the norm to hold it at is `v_norm`"),
+    "retract": ({"retract": 3.0}, "the norm to hold it at is `v_norm`"),
     "v_norm": ({"v_norm": -1.0}, r"v_norm is -1.0 for 0.weight after 0 steps; expected a positive"),
-    "v_norm of a type": ({"v_norm": lambda name, step: "2"}, "v_norm is '2' for 0.weight after 0"),
     "g": ({"g": torch.ones(5)}, "does not broadcast to"),
     "g of one layer": (
         {"g": lambda shape: len(shape) - 2.0, "train_g": False},
@@ -715,8 +713,6 @@ def test_optimizers_that_cannot_work_are_refused():
         WeightNormOptimizer(network(), torch.optim.Muon, lr=0.1)
     with pytest.raises(ValueError, match=r"needs an optimizer with `weight_decay`; it has"):
         WeightNormOptimizer(network(), torch.optim.Rprop, lr=0.1, weight_decay_on="g")
-    with pytest.raises(TypeError, match="expected an optimizer's class, got list"):
-        WeightNormOptimizer(network(), list)
 
 
 def test_what_other_shardings_leave_of_a_weight_is_refused():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -214,6 +214,48 @@ class DeviceUnits:
             part.mul_(rate)
         w.scale(factor)
         foreach_add_(w.x, before)
+
+
+class NormSchedule:
+    """What ‖v‖ starts with, and what it is moved to after each step.
+
+    Args:
+        v_norm: a norm; a function of the weight's name and the number of steps; or None for ‖w‖ at
+            the start and ‖v‖ before the step.
+        retract: how far it is moved there, from 0 to 1.
+    """
+
+    def __init__(self, v_norm: float | Callable[[str, int], float] | None, retract: float) -> None:
+        self.v_norm, self.retract = v_norm, float(retract)
+
+    def at(self, name: str, steps: int) -> float | None:
+        """Return `v_norm` for a weight; raise if it cannot be a norm."""
+        norm = self.v_norm(name, steps) if callable(self.v_norm) else self.v_norm
+        if norm is not None and not 0 < norm < math.inf:
+            raise ValueError(
+                f"v_norm is {norm!r} for {name} after {steps} steps; expected a positive number"
+            )
+        return norm
+
+    @torch.no_grad()
+    def start(self, weights: Iterable[InPlaceWeight]) -> None:
+        """Set ‖v‖ as it is before the first step."""
+        for weight in weights:
+            weight.start(self.at(weight.name, 0))
+
+    def targets(self, devices: Sequence[DeviceUnits], steps: int) -> list[Tensor]:
+        """Return the ‖v‖ that this step moves to, by device; empty without retraction."""
+        targets = [units.norm.clone() for units in devices] if self.retract else []
+        for units, target in zip(devices, targets, strict=False):
+            for weight, column in zip(units.weights, target.split(units.counts), strict=True):
+                if (norm := self.at(weight.name, steps)) is not None:
+                    column.fill_(norm)
+        return targets
+
+    def move(self, devices: Sequence[DeviceUnits], targets: Sequence[Tensor]) -> None:
+        """Move ‖v‖ towards its targets."""
+        for units, target in zip(devices, targets, strict=False):
+            units.norm.lerp_(target, self.retract) if self.retract < 1 else units.norm.copy_(target)
 
 
 def units_by_device(weights: Iterable[InPlaceWeight], log: bool) -> list[DeviceUnits]:

@@ -12,6 +12,7 @@ Note [units split across ranks]
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,6 +40,8 @@ class InPlaceWeight:
 
     def __init__(self, name: str, weight: nn.Parameter, units: Units, matrices: int = 0) -> None:
         self.name, self.weight, self.units, self.matrices = name, weight, units, matrices
+        self.owner: tuple[weakref.ref[nn.Module], str] | None = None
+        """The module that has the weight, and its name there."""
         self._locate_units()
         # Two roundings of bfloat16 or float16 per step would lose small updates.
         is_narrow = wide_dtype(weight.dtype) != weight.dtype
@@ -54,7 +57,11 @@ class InPlaceWeight:
         """Return what `bind` does not find again, without process groups."""
         derived = ("x", "x_units", "narrow", "stored", "bound", "cut", "placements")
         kept = {k: v for k, v in self.__dict__.items() if k not in derived}
-        return {**kept, "norm": self.norm.clone()}  # torch cannot copy a DTensor's view
+        return {
+            **kept,
+            "owner": None,
+            "norm": self.norm.clone(),
+        }  # torch cannot copy a DTensor's view
 
     def __setstate__(self, state: State) -> None:
         self.__dict__.update(state)
@@ -136,6 +143,18 @@ class InPlaceWeight:
                 self.x, self.x_units, self.narrow = self.stored, self.units, now
             else:
                 self.narrow = self._like_x(now)
+
+    def check_owner(self) -> None:
+        """Raise if the module has another parameter in place of the weight. Not for sharded ones,
+        which FSDP2 replaces by whole ones in a forward and backward pass."""
+        if self.owner is None or is_sharded(self.weight):
+            return
+        module, name = self.owner[0](), self.owner[1]
+        if module is not None and module._parameters.get(name) is not self.weight:
+            raise RuntimeError(
+                f"{self.name} is no longer a parameter of the model, which was sharded, normalized "
+                "or given other weights after the optimizer was built; build the optimizer last"
+            )
 
     def moved(self) -> bool:
         """Return whether the weight lies elsewhere than at the last `bind`."""

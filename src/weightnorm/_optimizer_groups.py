@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from weightnorm._dtensor import refuse_flattened
@@ -53,6 +54,7 @@ class InnerOptimizers:
         log: whether s = log g is trained.
         train_g: whether g is.
         matrices: whether directions are handed over as matrices.
+        normalize_update: whether updates are rescaled.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class InnerOptimizers:
         log: bool,
         train_g: bool,
         matrices: bool,
+        normalize_update: bool,
     ) -> None:
         build = functools.partial(_build, groups, found, factories, train_g, matrices)
         roles = {"auto": {*ROLES}, "parts": {*ROLES}, "g": {"lengths", "others"}}
@@ -83,6 +86,14 @@ class InnerOptimizers:
                         f"weight_decay_on={decay_on!r} needs an optimizer with `weight_decay`; it "
                         f"has {sorted(options_of(group))}"
                     )
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers) and (
+            len(self.optimizers) > 1 or normalize_update
+        ):
+            raise ValueError(
+                "LBFGS evaluates the loss many times per step, so it cannot be one of several "
+                "optimizers, or have normalize_update; use it for all parameters: "
+                "WeightNormOptimizer(model, torch.optim.LBFGS)"
+            )
         self.decay_on = decay_on
         self._found = found
         self.group_of = {p: i for i, b in enumerate(self.buckets) for p in b.model_params}
@@ -123,7 +134,7 @@ class InnerOptimizers:
         for optimizer in self.optimizers:
             optimizer.state.clear()
         for p, state in states.items():
-            parts: dict[Tensor, State] = {p: state}
+            parts: dict[Any, State] = {p: state}
             if p in self._found:
                 parts = self._found[p].split_state(state)
             for moved, part in parts.items():
@@ -140,6 +151,47 @@ class InnerOptimizers:
             p: self._found[p].joined_state(kept) if p in self._found else kept.get(p, {})
             for p in parameters
         }
+
+    def saved_states(
+        self, state_dict: dict[str, Any], parameters: list[nn.Parameter]
+    ) -> dict[nn.Parameter, State]:
+        """Return the saved state of each parameter; raise if it is that of another model."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        found = zip(parameters, map(state_dict["state"].get, numbers), strict=True)
+        saved = {p: dict(state) for p, state in found if state}
+        for p, state in saved.items():
+            if p in self._found:
+                self._found[p].check_own_state(state)
+            elif "v_norm" in state:
+                raise ValueError(
+                    f"the state has g for a parameter of shape {tuple(p.shape)} that is not "
+                    "normalized here; expected one of a WeightNormOptimizer with the same weights"
+                )
+        return saved
+
+
+def check_same_kind(
+    ours: list[dict[str, Any]], saved: list[dict[str, Any]], compared: dict[str, str]
+) -> None:
+    """Raise unless the groups of a saved state are those of an optimizer like ours.
+
+    `compared` has arguments by the key that groups have for them.
+    """
+    decays = any(group.get("weight_decay") for group in (*ours, *saved))
+    for argument, key in compared.items():
+        expected = ours[0][key]
+        got = saved[0].get(key, expected) if saved else expected
+        if got != expected and (decays or key != "weight_decay_on"):
+            raise ValueError(
+                f"the loaded state dict is of an optimizer with {argument}={got!r}, this one "
+                f"has {expected!r}; build it as it was when the state was saved"
+            )
+    sizes, expected_sizes = ([len(group["params"]) for group in each] for each in (saved, ours))
+    if sizes != expected_sizes:
+        raise ValueError(
+            f"loaded state dict has groups of {sizes} parameters, expected {expected_sizes}: it "
+            "doesn't match the size of the optimizer's groups"
+        )
 
 
 def _build(
@@ -251,7 +303,9 @@ def in_place(weight: PlainWeight, matrices: bool) -> InPlaceWeight:
     blocks = _stacked(weight.module, weight.name)
     if isinstance(units.dim, tuple):  # a stack of matrices
         blocks = shape[: len(units.dim) - 1].numel()
-    return InPlaceWeight(weight.path, weight.parameter, units, blocks if matrices else 0)
+    made = InPlaceWeight(weight.path, weight.parameter, units, blocks if matrices else 0)
+    made.owner = weakref.ref(weight.module), weight.name
+    return made
 
 
 def _stacked(layer: nn.Module, name: str) -> int:

@@ -14,8 +14,6 @@ its direction.
 from __future__ import annotations
 
 import functools
-import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -23,12 +21,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weightnorm._device_units import units_by_device
-from weightnorm._in_place import InPlaceWeight, State, separate_gradients
+from weightnorm._device_units import NormSchedule, units_by_device
+from weightnorm._in_place import InPlaceWeight, separate_gradients
 from weightnorm._optimizer_groups import (
     Factory,
     InnerOptimizers,
     check_options,
+    check_same_kind,
     in_place,
     moves_matrices,
     options_of,
@@ -148,7 +147,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         factories |= {"lengths": lengths} if lengths is not None else {}
         factories |= {"others": others} if others is not None else {}
         self._log, self._train_g, self._project = scale == "log", train_g, project
-        self._retract, self._v_norm = float(retract), v_norm
+        self._norms = NormSchedule(v_norm, retract)
         self._normalize_update = normalize_update
         matrices = moves_matrices(inner) if matrices is None else matrices
         initial = Options(g, scale, None, train_g)
@@ -162,16 +161,11 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         if not self._weights:
             raise ValueError("`params` has none of the weights to normalize; pass the model's own")
         self._found = {weight.weight: weight for weight in self._weights}
-        self._owners = {
-            p: (weakref.ref(plain[p].module), plain[p].name)
-            for p in self._found
-            if type(p) is nn.Parameter  # not sharded
-        }
         mine = set(self._parameters())
         self._frozen = {name: weight for name, weight in frozen.items() if weight in mine}
-        self._start()
+        self._norms.start(self._weights)
         self._units = units_by_device(self._weights, self._log)
-        inner_optimizers = InnerOptimizers(
+        self._inner = InnerOptimizers(
             self.param_groups,
             self._found,
             factories,
@@ -179,33 +173,22 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             log=self._log,
             train_g=train_g,
             matrices=matrices,
+            normalize_update=normalize_update,
         )
-        self._check_closures(inner_optimizers.optimizers)
-        self._inner = inner_optimizers
         self._make_groups()
         with torch.no_grad():
             for each in self._weights:
                 each.set_length(lengths_at_start[each.weight], self._log)
-
-    def _check_closures(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers) and (
-            len(optimizers) > 1 or self._normalize_update
-        ):
-            raise ValueError(
-                "LBFGS evaluates the loss many times per step, so it cannot be one of several "
-                "optimizers, or have normalize_update; use it for all parameters: "
-                "WeightNormOptimizer(model, torch.optim.LBFGS)"
-            )
 
     def _make_groups(self) -> None:
         """Make one of our groups for each of the inner optimizers'."""
         marks = {
             "weight_decay_on": self._inner.decay_on,
             "g_scale": "log" if self._log else "linear",
-            "retract": self._retract,
-            "v_norm": "function" if callable(self._v_norm) else self._v_norm,
+            "retract": self._norms.retract,
+            "v_norm": "function" if callable(self._norms.v_norm) else self._norms.v_norm,
             "project": self._project,
-            **({"steps": 0} if callable(self._v_norm) else {}),
+            **({"steps": 0} if callable(self._norms.v_norm) else {}),
         }
         self.param_groups = [
             {"params": bucket.model_params, **options_of(group), **marks}
@@ -344,7 +327,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         self._check_memory()
         for units in self._units:
             units.find_gradients()
-        self._held = self._norms_to_hold()
+        self._held = self._norms.targets(self._units, self.param_groups[0].get("steps", 0) + 1)
         self._is_new = False
         separate_gradients(self._parameters())
         self._inner.write_options(self.param_groups, _OWN_KEYS)
@@ -360,8 +343,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         """Take over what the inner optimizers left; retract ‖v‖."""
         for hooks, before in self._hooks:
             hooks.update(before)
-        for units, held in zip(self._units, self._held, strict=False):
-            units.norm.lerp_(held, self._retract) if self._retract < 1 else units.norm.copy_(held)
+        self._norms.move(self._units, self._held)
         del self._hooks, self._held
         for weight in self._weights if clear else ():
             weight.clear_gradients()
@@ -395,36 +377,6 @@ class WeightNormOptimizer(torch.optim.Optimizer):
     def _group_of(self, weight: InPlaceWeight) -> dict[str, Any]:
         return self.param_groups[self._inner.group_of[weight.weight]]
 
-    # ---- ‖v‖.
-
-    def _norm_at(self, name: str, steps: int) -> float | None:
-        """Return what `v_norm` says; raise if it cannot be a norm."""
-        norm = self._v_norm(name, steps) if callable(self._v_norm) else self._v_norm
-        if norm is not None and not 0 < norm < math.inf:
-            raise ValueError(
-                f"v_norm is {norm!r} for {name} after {steps} steps; expected a positive number"
-            )
-        return None if norm is None else float(norm)
-
-    @torch.no_grad()
-    def _start(self) -> None:
-        """Set ‖v‖ as it is before the first step."""
-        for weight in self._weights:
-            weight.start(self._norm_at(weight.name, 0))
-
-    def _norms_to_hold(self) -> list[Tensor]:
-        """Return the ‖v‖ that this step moves to, by device; empty without retraction."""
-        if not self._retract:
-            return []
-        held = [units.norm.clone() for units in self._units]
-        if self._v_norm is not None:
-            steps = self.param_groups[0].get("steps", 0) + 1
-            for units, norm in zip(self._units, held, strict=True):
-                for weight, column in zip(units.weights, norm.split(units.counts), strict=True):
-                    if (value := self._norm_at(weight.name, steps)) is not None:
-                        column.fill_(value)
-        return held
-
     # ---- Memory.
 
     def _check_memory(self) -> None:
@@ -439,21 +391,9 @@ class WeightNormOptimizer(torch.optim.Optimizer):
                     f"{name} was frozen when the optimizer was built, so it is not normalized, but "
                     "it has a gradient now; build the optimizer again, or before freezing"
                 )
-        if self._is_new:
-            self._check_owners()
+        for each in self._weights if self._is_new else ():
+            each.check_owner()
         self._follow()
-
-    def _check_owners(self) -> None:
-        """Raise if a module has another parameter in place of a weight. Not for sharded weights,
-        which FSDP2 replaces by whole ones in a forward and backward pass."""
-        for weight, (owner, name) in self._owners.items():
-            module = owner()
-            if module is not None and module._parameters.get(name) is not weight:
-                raise RuntimeError(
-                    f"{self._found[weight].name} is no longer a parameter of the model, which was "
-                    "sharded, normalized or given other weights after the optimizer was built; "
-                    "build the optimizer last"
-                )
 
     def _follow(self) -> None:
         """Follow the model to other memory, and before the first step to other weights, such as
@@ -461,7 +401,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         if any(weight.moved() for weight in self._weights):
             self._bind()
         if self._is_new:
-            self._start()
+            self._norms.start(self._weights)
         for p, state in (self._shown or {}).items():
             if p in self._found:
                 self._found[p].check_own_state(state, complete=False)
@@ -523,7 +463,8 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        saved = self._saved_by_parameter(state_dict)
+        check_same_kind(self.param_groups, state_dict["param_groups"], _COMPARED)
+        saved = self._inner.saved_states(state_dict, list(self._parameters()))
         self._check_memory()
         for group, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(options_of(theirs, _COMPARED.values()))
@@ -544,44 +485,12 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _saved_by_parameter(self, state_dict: dict[str, Any]) -> dict[nn.Parameter, State]:
-        """Return the saved state of each parameter; raise if it is that of another optimizer."""
-        groups, theirs = self.param_groups, state_dict["param_groups"]
-        decays = any(group.get("weight_decay") for group in (*groups, *theirs))
-        for argument, key in _COMPARED.items():
-            ours = groups[0][key]
-            saved = theirs[0].get(key, ours) if theirs else ours
-            if saved != ours and (decays or key != "weight_decay_on"):
-                raise ValueError(
-                    f"the loaded state dict is of an optimizer with {argument}={saved!r}, this one "
-                    f"has {ours!r}; build it as it was when the state was saved"
-                )
-        if [len(g["params"]) for g in theirs] != [len(g["params"]) for g in groups]:
-            raise ValueError(
-                f"loaded state dict has groups of {[len(g['params']) for g in theirs]} parameters, "
-                f"expected {[len(g['params']) for g in groups]}: it doesn't match the size of "
-                "the optimizer's groups"
-            )
-        numbers = (number for group in theirs for number in group["params"])
-        found = zip(self._parameters(), numbers, strict=True)
-        states = {p: state_dict["state"].get(number) for p, number in found}
-        for p, state in states.items():
-            if (weight := self._found.get(p)) is not None and state:
-                weight.check_own_state(state)
-            elif weight is None and state and "v_norm" in state:
-                raise ValueError(
-                    f"the state has g for a parameter of shape {tuple(p.shape)} that is not "
-                    "normalized here; expected one of a WeightNormOptimizer with the same weights"
-                )
-        return {p: dict(state) for p, state in states.items() if state}
-
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or a pickle; take the model along in the same one, or its weights are lost."""
-        return {k: v for k, v in self.__dict__.items() if k not in _NOT_COPIED}
+        return {k: v for k, v in self.__dict__.items() if not k.startswith(_NOT_COPIED)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._owners = {}
         self._ids = [id(p) for p in self._parameters()]
         self._bind()
 
@@ -592,16 +501,5 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-_NOT_COPIED = (
-    "step",
-    "_units",
-    "_owners",
-    "_ids",
-    "_zero_grad_profile_name",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+_NOT_COPIED = ("step", "_units", "_ids", "_optimizer_", "_zero_grad_")
+"""Beginnings of names: what is found again, hooks, and what torch makes itself."""

@@ -299,10 +299,6 @@ def test_ranks_follow_one_process(request, alone, form, setup, world):
         torch.testing.assert_close(rank[f"{form} {setup}"], expected, atol=1e-9, rtol=1e-9)
 
 
-def test_both_forms_follow_the_same_trajectory(alone):
-    torch.testing.assert_close(alone["module", 1]["parts"], alone["optimizer", 1]["parts"])
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_sharded_weights_and_probes_equal_unsharded_ones(world):
     for pairs in on_ranks(world, read_between_passes):

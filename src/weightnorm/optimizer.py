@@ -99,9 +99,9 @@ class WeightNormOptimizer(torch.optim.Optimizer):
     Schedulers, gradient scaling, clipping and accumulation work on it as on any optimizer; if other
     code writes to a weight between steps, the new value is used. At the first step v is w, unless a
     state was loaded. `step` overwrites the gradients of normalized weights and sets them to None.
-    Weights may be sharded (FSDP2, tensor parallelism). For bfloat16 and float16 weights a float32
-    copy is kept, in which v is formed. Build the optimizer after casting the model, and before
-    freezing layers that are to be trained later.
+    Weights may be sharded (FSDP2, tensor parallelism), those with groups not along axis 0. For
+    bfloat16 and float16 weights a float32 copy is kept, in which v is formed. Build the optimizer
+    after casting the model, and before freezing layers that are to be trained later.
 
     ``state`` is what the next step uses, in torch's layout. That of a weight has g and ‖v‖ besides
     (the keys "g" and "v_norm"), and for g what the inner optimizer keeps of it, with keys like

@@ -20,6 +20,15 @@ Factory = Callable[..., torch.optim.Optimizer]
 ROLES = ("directions", "lengths", "others")
 DECAYS = ("auto", "parts", "w", "g", None)
 _NOT_OPTIONS = ("params", "param_names")
+COMPARED = {
+    "weight_decay_on": "weight_decay_on",
+    "scale": "g_scale",
+    "retract": "retract",
+    "v_norm": "v_norm",
+    "project": "project",
+}
+"""Arguments by the group keys that `load_state_dict` compares; not forwarded."""
+_OWN_KEYS = (*COMPARED.values(), "steps")
 
 
 @dataclass
@@ -111,11 +120,11 @@ class InnerOptimizers:
         """Return how often the parameters that the inner optimizers move were written to."""
         return [p._version for p in self._mover]
 
-    def write_options(self, ours: list[dict[str, Any]], without: Iterable[str]) -> None:
+    def write_options(self, ours: list[dict[str, Any]]) -> None:
         """Take over the options of our groups. Where weight decay does not act on v or g, the inner
         value is 0; ours keeps the user's."""
         for group, (bucket, inner) in zip(ours, self.groups(), strict=True):
-            inner.update(options_of(group, without))
+            inner.update(options_of(group, _OWN_KEYS))
             if not bucket.decays and "weight_decay" in inner:
                 inner["weight_decay"] = 0.0
             if self.decay_on == "auto" and bucket.has_weights and inner.get("weight_decay"):
@@ -170,15 +179,10 @@ class InnerOptimizers:
         return saved
 
 
-def check_same_kind(
-    ours: list[dict[str, Any]], saved: list[dict[str, Any]], compared: dict[str, str]
-) -> None:
-    """Raise unless the groups of a saved state are those of an optimizer like ours.
-
-    `compared` has arguments by the key that groups have for them.
-    """
+def check_same_kind(ours: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Raise unless the groups of a saved state are those of an optimizer like ours."""
     decays = any(group.get("weight_decay") for group in (*ours, *saved))
-    for argument, key in compared.items():
+    for argument, key in COMPARED.items():
         expected = ours[0][key]
         got = saved[0].get(key, expected) if saved else expected
         if got != expected and (decays or key != "weight_decay_on"):

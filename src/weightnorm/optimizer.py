@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from weightnorm._device_units import NormSchedule, units_by_device
 from weightnorm._in_place import InPlaceWeight, separate_gradients
 from weightnorm._optimizer_groups import (
+    COMPARED,
     Factory,
     InnerOptimizers,
     check_options,
@@ -37,16 +38,6 @@ from weightnorm._torch_private import GLOBAL_OPTIMIZER_HOOKS, disable_dynamo
 from weightnorm._units import Parts, Units
 from weightnorm.layers import Dim, Where
 from weightnorm.module_form import Length, Options
-
-_COMPARED = {
-    "weight_decay_on": "weight_decay_on",
-    "scale": "g_scale",
-    "retract": "retract",
-    "v_norm": "v_norm",
-    "project": "project",
-}
-"""Arguments by the group keys that `load_state_dict` compares; not forwarded."""
-_OWN_KEYS = (*_COMPARED.values(), "steps")
 
 
 class NormalizedInOptimizer(NamedTuple):
@@ -197,7 +188,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         # Schedulers read the defaults to know which options every group has.
         first, *rest = (optimizer.defaults for optimizer in self._inner.optimizers)
         self.defaults = {k: v for k, v in first.items() if all(k in one for one in rest)}
-        self._inner.write_options(self.param_groups, _OWN_KEYS)
+        self._inner.write_options(self.param_groups)
         self._ids = [id(p) for p in self._parameters()]
 
     # ---- Reading.
@@ -330,7 +321,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         self._held = self._norms.targets(self._units, self.param_groups[0].get("steps", 0) + 1)
         self._is_new = False
         separate_gradients(self._parameters())
-        self._inner.write_options(self.param_groups, _OWN_KEYS)
+        self._inner.write_options(self.param_groups)
         if self._shown is not None:
             self._inner.write_state(self._shown)
         # Hooks registered for all optimizers would see a model that holds v.
@@ -463,12 +454,12 @@ class WeightNormOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        check_same_kind(self.param_groups, state_dict["param_groups"], _COMPARED)
+        check_same_kind(self.param_groups, state_dict["param_groups"])
         saved = self._inner.saved_states(state_dict, list(self._parameters()))
         self._check_memory()
         for group, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(options_of(theirs, _COMPARED.values()))
-        self._inner.write_options(self.param_groups, _OWN_KEYS)
+            group.update(options_of(theirs, COMPARED.values()))
+        self._inner.write_options(self.param_groups)
         for p, state in saved.items():
             if (weight := self._found.get(p)) is not None:
                 if weight.copy is not None:  # a run in float32 has none

@@ -136,13 +136,13 @@ class InPlaceWeight:
         self.bound, self.stored = self._memory(), local(self.master.detach())
         self.x, self.x_units = unit_view(self.stored, self.units)
         """The weight as the passes of a step take it, and the units of that."""
-        self.narrow = None
         if self.copy is not None:
             now = local(self.weight.detach())
             if now.stride() != self.stored.stride():
-                self.x, self.x_units, self.narrow = self.stored, self.units, now
-            else:
-                self.narrow = self._like_x(now)
+                self.x, self.x_units = self.stored, self.units
+        form, stored = self.x, self.stored
+        self.x_is_stored = form.shape == stored.shape and form.stride() == stored.stride()
+        self.narrow = None if self.copy is None else self._like_x(local(self.weight.detach()))
 
     def check_owner(self) -> None:
         """Raise if the module has another parameter in place of the weight. Not for sharded ones,
@@ -177,7 +177,11 @@ class InPlaceWeight:
 
     def _like_x(self, x: Tensor) -> Tensor:
         """Return something that is laid out as the weight in the form of `x`."""
-        return x.as_strided(self.x.shape, self.x.stride())
+        return x if self.x_is_stored else x.as_strided(self.x.shape, self.x.stride())
+
+    def _like_stored(self, x: Tensor) -> Tensor:
+        """Return something in the form of `x` in that of the weight."""
+        return x if self.x_is_stored else x.as_strided(self.stored.shape, self.stored.stride())
 
     def lengths(self, x: Tensor) -> Tensor:
         """Return the length of every unit, summed over ranks."""
@@ -223,7 +227,7 @@ class InPlaceWeight:
     def set_gradients(self, grad: Tensor, grad_g: Tensor | None) -> None:
         """Hand ∇v, in the form of `x`, and ∇g to the parameters that the inner optimizer moves."""
         self.g.grad = None if grad_g is None else self.as_units(grad_g)
-        whole = self._like_weight(grad.as_strided(self.stored.shape, self.stored.stride()))
+        whole = self._like_weight(self._like_stored(grad))
         is_whole = self.directions[0] is self.master
         parts = [whole] if is_whole else self._matrices(whole)
         for direction, part in zip(self.directions, parts, strict=True):

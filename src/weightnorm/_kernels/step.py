@@ -39,6 +39,10 @@ class Weights:
         self.x, self.units, self.narrow, self.first, self.fan_in = x, units, narrow, first, fan_in
         self.shapes = [each.shape(w.shape) for each, w in zip(units, x, strict=True)]
         self.counts = [math.prod(shape) for shape in self.shapes]
+        rows = [u.are_rows and w.ndim == 2 for u, w in zip(units, x, strict=True)]
+        self.are_rows = all(rows)
+        self.fused = [is_row and _has_fused_kernel(w) for is_row, w in zip(rows, x, strict=True)]
+        """Whether torch's kernel computes eq. 3."""
         last = [start + count for start, count in zip(first, self.counts, strict=True)]
         self.columns: slice | Tensor = slice(first[0], last[-1])
         """The rows of the flat columns that belong to these weights."""
@@ -48,12 +52,16 @@ class Weights:
 
     def split(self, column: Tensor) -> list[Tensor]:
         """Return the part of each weight, in the shape of its g."""
-        parts = column.split(self.counts)
+        parts = list(column.split(self.counts))
+        if self.are_rows:
+            return parts
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def spread(self, column: Tensor) -> list[Tensor]:
         """Return the part of each weight, so that it broadcasts to it."""
         parts = self.split(column)
+        if self.are_rows:
+            return parts
         return [u.spread(part, x) for u, part, x in zip(self.units, parts, self.x, strict=True)]
 
     def lengths(self) -> Tensor:
@@ -128,24 +136,47 @@ def to_directions(
             x.masked_fill_(mask, fan_in**-0.5)
     was_zero[w.columns] = zero
     scale = norm[w.columns] / signed
-    slopes = torch.zeros_like(length)
-    gains, lengths, zeros, found = map(w.split, (own / scale, signed, zero, slopes))
+    gains, lengths = w.split(own / scale), w.split(signed)
     products: list[Tensor | None] = [None] * len(w.x)
     if sums is not None:  # taken before zero rows had a direction
-        given = zip(zeros, *(w.split(c) for c in sums[w.columns, 1:, None].unbind(1)), strict=True)
+        given = [w.split(column[:, None]) for column in sums[w.columns, 1:].unbind(1)]
         products = [
             torch.where(mask, total * fan_in**-0.5, product)
-            for (mask, product, total), fan_in in zip(given, w.fan_in, strict=True)
+            for mask, product, total, fan_in in zip(w.split(zero), *given, w.fan_in, strict=True)
         ]
+    slopes = []
+    may_fuse = project and sums is None and not torch.compiler.is_compiling()
     for k, (x, units) in enumerate(zip(w.x, w.units, strict=True)):
-        grad_w = grad[k]
-        if grad_w is not None:
-            grad[k] = _gradients(
-                grad_w, x, gains[k], units, lengths[k], products[k], found[k], project
+        grad_w, slope = grad[k], gains[k]
+        if grad_w is not None and may_fuse and w.fused[k]:
+            grad[k], slope = _fused_gradients(grad_w, x, gains[k], lengths[k])
+        elif grad_w is not None:
+            grad[k], slope = _gradients(
+                grad_w, x, gains[k], units, lengths[k], products[k], project=project
             )
+        slopes.append(slope if slope.shape == (w.counts[k], 1) else slope.reshape(-1, 1))
         del grad_w  # or ∇w would keep its memory while the next ∇v is formed
-    grad_g[w.columns] = slopes * own if log else slopes
+    grad_g[w.columns] = torch.cat(slopes) * own if log else torch.cat(slopes)
     w.scale(scale)
+
+
+def _has_fused_kernel(rows: Tensor) -> bool:
+    return (
+        (rows.is_contiguous() and rows.numel() > 0)
+        and rows.device.type in ("cpu", "cuda")
+        and rows.dtype in (torch.float32, torch.float64)
+    )
+
+
+def _fused_gradients(
+    grad_w: Tensor, x: Tensor, gain: Tensor, length: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return ∇v and ∇g of rows by eq. 3, with w for v and `gain` = g·L/‖v‖ for g, given L."""
+    grad_w = grad_w if grad_w.dtype is x.dtype else grad_w.to(x.dtype)
+    grad_v, grad_g = fused_weight_norm_backward(grad_w, x, gain, length, 0)
+    # A view of a bucket of gradients, say, is overwritten: its memory would not be freed.
+    is_view = grad_w.untyped_storage().nbytes() > grad_w.nbytes
+    return grad_w.copy_(grad_v) if is_view else grad_v, grad_g
 
 
 def _gradients(
@@ -155,33 +186,18 @@ def _gradients(
     units: Units,
     length: Tensor,
     product: Tensor | None,
-    grad_g: Tensor,
+    *,
     project: bool,
-) -> Tensor:
-    """Return ∇v and set ∇g, by eq. 3 with w for v and `gain` = g·L/‖v‖ for g, given L.
+) -> tuple[Tensor, Tensor]:
+    """Return the same for any units, ∇v in the memory of ∇w, given Σ∇w·w if it is known.
 
-    ∇v takes the memory of ∇w where that would not be freed. `product` is Σ∇w·w if it is known.
+    Without `project` the first result is (g/‖v‖)∇w.
     """
     grad_w = grad_w.to(x.dtype)
-    may_fuse = project and product is None and not torch.compiler.is_compiling()
-    if may_fuse and _has_fused_kernel(x, units):
-        grad_v, slope = fused_weight_norm_backward(grad_w, x, gain, length, 0)
-        grad_g.copy_(slope)
-        # A view of a bucket of gradients, say, is overwritten: its memory would not be freed.
-        is_view = grad_w.untyped_storage().nbytes() > grad_w.nbytes
-        return grad_w.copy_(grad_v) if is_view else grad_v
-    torch.div(units.sum(grad_w * x) if product is None else product, length, out=grad_g)
+    grad_g = (units.sum(grad_w * x) if product is None else product) / length
     if project:
         grad_w.sub_(x * units.spread(grad_g / length, x))
-    return grad_w.mul_(units.spread(gain / length, x))
-
-
-def _has_fused_kernel(x: Tensor, units: Units) -> bool:
-    return (
-        (units.are_rows and x.ndim == 2 and x.is_contiguous() and x.numel() > 0)
-        and x.device.type in ("cpu", "cuda")
-        and x.dtype in (torch.float32, torch.float64)
-    )
+    return grad_w.mul_(units.spread(gain / length, x)), grad_g
 
 
 def to_weights(

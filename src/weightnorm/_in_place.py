@@ -134,6 +134,7 @@ class InPlaceWeight:
             for matrix, memory in zip(self.directions, matrices, strict=True):
                 set_data(matrix, local(memory))
         self.bound, self.stored = self._memory(), local(self.master.detach())
+        self.g_shape = self.units.shape(self.stored.shape)
         self.x, self.x_units = unit_view(self.stored, self.units)
         """The weight as the passes of a step take it, and the units of that."""
         if self.copy is not None:
@@ -196,7 +197,7 @@ class InPlaceWeight:
 
     def as_units(self, column: Tensor) -> Tensor:
         """Return a column in the shape of g; sharded if the weight is."""
-        here = column.view(self.units.shape(self.stored.shape))
+        here = column.view(self.g_shape)
         if not is_sharded(self.weight):
             return here
         shape = torch.Size(self.units.shape(self.weight.shape))
@@ -228,9 +229,10 @@ class InPlaceWeight:
         """Hand ∇v, in the form of `x`, and ∇g to the parameters that the inner optimizer moves."""
         self.g.grad = None if grad_g is None else self.as_units(grad_g)
         whole = self._like_weight(self._like_stored(grad))
-        is_whole = self.directions[0] is self.master
-        parts = [whole] if is_whole else self._matrices(whole)
-        for direction, part in zip(self.directions, parts, strict=True):
+        if self.directions[0] is self.master:
+            self.master.grad = whole
+            return
+        for direction, part in zip(self.directions, self._matrices(whole), strict=True):
             direction.grad = part
 
     def _like_weight(self, here: Tensor) -> Tensor:

@@ -73,7 +73,9 @@ class _Compose(torch.autograd.Function):
     def backward(ctx: Any, grad_w: Tensor) -> tuple[Tensor | None, ...]:
         v, g, norm = ctx.saved_tensors
         if torch.is_grad_enabled():  # double backward: ‖v‖ must carry its own gradient
-            return *gradients(grad_w, v, g, ctx.units, ctx.units.divisor(v, ctx.eps)), *_NO
+            units, as_moved = ctx.units, g.reshape(ctx.units.shape(v.shape))
+            grad_v, grad_g = gradients(grad_w, v, as_moved, units, units.divisor(v, ctx.eps))
+            return grad_v, grad_g.reshape(g.shape), *_NO
         grads = torch.ops.weightnorm.compose_backward(
             grad_w.contiguous(), v, g.contiguous(), norm, ctx.blocks
         )

@@ -31,7 +31,7 @@ class LayerInit:
     """Why the layer was left as it was; empty if it was initialized."""
 
     @property
-    def columns(self) -> str:
+    def _columns(self) -> str:
         """The columns of the table after name and class."""
         if self.skipped:
             return f"skipped: {self.skipped}"
@@ -71,7 +71,7 @@ class InitReport:
     def __str__(self) -> str:
         columns = ("mean", "std", "mean after", "std after", "target")
         head = "units" + "".join(f"{column:>11}" for column in columns)
-        rows = [("layer", "kind", head), *((row.name, row.kind, row.columns) for row in self)]
+        rows = [("layer", "kind", head), *((row.name, row.kind, row._columns) for row in self)]
         name, kind = (max(len(row[i]) for row in rows) for i in (0, 1))
         lines = [f"{row[0]:<{name}}  {row[1]:<{kind}}  {row[2]}" for row in rows]
         return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])

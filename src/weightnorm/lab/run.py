@@ -46,14 +46,7 @@ from weightnorm.lab.environment import (
     random_state,
     set_random_state,
 )
-from weightnorm.lab.errors import (
-    ConfigError,
-    Diverged,
-    Interrupted,
-    LabError,
-    RecordError,
-    RunError,
-)
+from weightnorm.lab.errors import ConfigError, Diverged, Interrupted, RecordError, RunError
 from weightnorm.lab.files import (
     load_state,
     lock_folder,
@@ -63,14 +56,7 @@ from weightnorm.lab.files import (
     save_state,
 )
 from weightnorm.lab.progress import EpochProgress
-from weightnorm.lab.records import (
-    Row,
-    RunRecord,
-    append_row,
-    load_record,
-    write_json,
-    write_rows,
-)
+from weightnorm.lab.records import Row, RunRecord, append_row, load_record, write_json, write_rows
 from weightnorm.lab.weights import largest_norms
 
 T = TypeVar("T")
@@ -143,8 +129,8 @@ class Run:
     def _explain(self, error: BaseException | None) -> None:
         """Raise a RunError with the way to continue, if a disk or another rank failed."""
         if is_collective(error):
+            here = f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')}"
             first = str(error).splitlines()[0]
-            here = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
             reason = f"{here}: another rank died, hangs, or runs different code ({first})"
             way = "start all ranks again with"
         elif isinstance(error, OSError):
@@ -215,11 +201,11 @@ class Run:
     def record_initialization(self, report: InitReport) -> None:
         """Write initialization.json: the layers and units that data-dependent initialization left
         as they were. Prints a line if there are any."""
-        dead = {name: len(units) for name, units in report.dead.items()}
-        skipped = {layer.name: layer.skipped for layer in report.skipped}
         path = self.folder / "initialization.json"
         if not self.ranks.first or path.exists():  # when resuming it is done again and overwritten
             return
+        dead = {name: len(units) for name, units in report.dead.items()}
+        skipped = {layer.name: layer.skipped for layer in report.skipped}
         write_json(path, {"layers": len(report.done), "dead_units": dead, "skipped": skipped})
         if dead or skipped:
             parts = [f"{n} constant units of {name}" for name, n in dead.items()]
@@ -252,7 +238,12 @@ class Run:
             self._load()
         else:
             self.seed_by_rank()
-        self._refuse_different_checkpoints()
+        places = self.ranks.gather((self.epoch, self.step))
+        if len({*places}) > 1:  # a folder that ranks do not share would mix two networks
+            raise RunError(
+                f"the ranks read different checkpoints from {self.folder}, of (epoch, step) "
+                f"{places}; all of them need the same folder, readable and up to date"
+            )
         self._savable = True
         if self.ranks.first:
             session = {**environment(self.device, self.ranks.world), "epoch": self.epoch}
@@ -261,31 +252,13 @@ class Run:
             write_rows(self.folder / "metrics.jsonl", self.metrics)
         return found
 
-    def _refuse_different_checkpoints(self) -> None:
-        """Ranks read by themselves: a folder that they do not share would mix two networks."""
-        places = self.ranks.gather((self.epoch, self.step))
-        if len({*places}) > 1:
-            raise RunError(
-                f"the ranks read different checkpoints from {self.folder}, of (epoch, step) "
-                f"{places}; all of them need the same folder, readable and up to date"
-            )
-
     def _load(self) -> None:
         try:
             state = load_state(self.checkpoint)
-        except Exception as error:  # torch raises many kinds for a damaged file
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise RunError(
-                f"no checkpoint in {self.folder} is intact ({self.checkpoint.name}: {reason}); "
-                "delete the folder to start over"
-            ) from error
-        try:
             self._refuse_other_settings(state["config"])
-            if len(state["random"]) != self.ranks.world:
-                raise ConfigError(
-                    f"{self.folder} was started on {len(state['random'])} ranks; "
-                    f"got {self.ranks.world}"
-                )
+            if (ranks := len(state["random"])) != self.ranks.world:
+                message = f"{self.folder} was started on {ranks} ranks; got {self.ranks.world}"
+                raise ConfigError(message)
             for name, thing in self.stateful.items():
                 thing.load_state_dict(state["states"][name])
             self.epoch, self.step, self.metrics = state["epoch"], state["step"], state["metrics"]
@@ -293,13 +266,12 @@ class Run:
             self.totals = {name: total.to(self._sums_device) for name, total in totals.items()}
             self.seconds = state["seconds"]
             set_random_state(state["random"][self.ranks.rank], self.device)
-        except LabError:
+        except ConfigError:
             raise
-        except (KeyError, RuntimeError) as error:  # what load_state_dict raises
-            reason = str(error).splitlines()[0]
+        except (KeyError, OSError, RuntimeError, ValueError) as error:
             raise RunError(
-                f"{self.checkpoint} was written by another version of the experiment ({reason}); "
-                "delete the folder to start over"
+                f"{self.checkpoint} is damaged or was written by another version of the experiment "
+                f"({str(error).splitlines()[0]}); delete the folder to start over"
             ) from error
 
     def save(self, path: Path | None = None) -> None:
@@ -432,13 +404,10 @@ class Run:
     def _sums_device(self) -> torch.device:
         return torch.device("cpu") if self.device.type == "mps" else self.device  # no float64
 
-    def total(self, name: str) -> float:
-        """Return the epoch's sum over steps and ranks."""
-        return self.ranks.sum(self.totals[name].clone()).item()
-
     def mean(self, name: str) -> float:
         """Return the epoch's sum divided by the count, over steps and ranks."""
-        return self.total(name) / self.total("count")
+        total, count = self.ranks.sum(torch.stack([self.totals[name], self.totals["count"]]))
+        return float(total / count)
 
     def log(self, **metrics: Tensor | float) -> None:
         """Record an epoch: a line of metrics.jsonl, TensorBoard, and a row on the screen."""
@@ -483,8 +452,8 @@ class Run:
     def finish(self, result: Mapping[str, Tensor | float]) -> RunRecord:
         """Record the final metrics. Raises Diverged if one of them is not finite."""
         numbers = {name: _number(value) for name, value in result.items()}
-        broken = [name for name, value in numbers.items() if not math.isfinite(value)]
-        values = ", ".join(f"{name} {numbers[name]:g}" for name in broken)
+        broken = [f"{name} {x:g}" for name, x in numbers.items() if not math.isfinite(x)]
+        values = ", ".join(broken)
         diverged = f"the result is not finite after epoch {self.epoch}: {values}" if broken else ""
         self._end(numbers, diverged)
         if diverged:

@@ -353,34 +353,6 @@ def test_killed_sweep_kills_its_runs(driven):
     assert stub.rows("saved") == []
 
 
-def test_run_receives_sigint_that_its_parent_ignores(tmp_path):
-    """Ray blocks SIGINT; a shell ignores it in background jobs."""
-    code = """
-import signal, sys, time
-from pathlib import Path
-from weightnorm.lab.executors import RunProcess
-
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-log = Path(sys.argv[1])
-wait = "import time; print('here', flush=True); time.sleep(60)"
-process = RunProcess([sys.executable, "-c", wait], log, 1)
-while "\\nhere" not in log.read_text():
-    time.sleep(0.01)
-process.interrupt()
-print(process.failure)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "output.log")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANGS,
-    )
-    assert done.stdout.startswith("killed by signal 2"), done.stderr
-    assert done.stdout.endswith("KeyboardInterrupt\n")
-
-
 # — the summary —
 
 
@@ -451,9 +423,7 @@ def test_missing_ray_error_names_the_extra(tmp_path, monkeypatch, capsys):
     assert "pip install 'weightnorm[ray]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "address", ["nonsense", "host:", ":6379", "ray://host", "127.0.0.1:{}", "[::1]:{}"]
-)
+@pytest.mark.parametrize("address", ["nonsense", "ray://host", "127.0.0.1:{}", "[::1]:{}"])
 def test_unreachable_address_is_refused(address):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -378,35 +378,35 @@ def run(config: Config, console: Console | None = None, corpus: Corpus | None = 
 
 def build_optimizers(model: Transformer, config: Config) -> list[torch.optim.Optimizer]:
     """Return the optimizers of all parameters, that of the blocks' matrices first."""
-    momenta = (0.9, 0.95)
-    options: dict[str, Any] = {"lr": config.rate, "weight_decay": config.decay}
-    if config.optimizer == "muown":
-        options["adjust_lr_fn"] = "match_rms_adamw"
-    elif config.optimizer != "muon":
-        options["betas"] = momenta
-    inner = {"adamw": torch.optim.AdamW, "hyperball": torch.optim.Adam}
-    kind = inner.get(config.optimizer, torch.optim.Muon)
+    betas = (0.9, 0.95)
+    kinds: dict[str, Any] = {
+        "adamw": partial(torch.optim.AdamW, betas=betas),
+        "muon": torch.optim.Muon,
+        "muown": partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw"),
+        "hyperball": partial(torch.optim.Adam, betas=betas),
+    }
+    inner = partial(kinds[config.optimizer], lr=config.rate, weight_decay=config.decay)
     others = partial(torch.optim.AdamW, lr=config.other_learning_rate, weight_decay=0.0)
     matrices = [m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear)]
 
     if not config.parameterization.normalizes_weights:
         chosen = {id(p) for p in matrices}
         rest = [p for p in model.parameters() if id(p) not in chosen]
-        return [kind(matrices, **options), others(rest)]
+        return [inner(matrices), others(rest)]
 
     if config.initial_g == "one":
         with torch.no_grad():
             for w in matrices:
                 w.div_(functional.norm(w))
+    options: dict[str, Any]
     if config.optimizer == "hyperball":  # one norm per matrix, fixed; steps of length lr·‖v‖
-        options |= {"dim": None, "train_g": False, "retract": True}
+        options = {"dim": None, "train_g": False, "retract": True}
         options |= {"project": False, "normalize_update": True}
     else:
-        options |= {"weight_decay_on": "w", "retract": config.retract}
-        options["lengths"] = partial(
-            torch.optim.AdamW, lr=config.length_rate, betas=momenta, weight_decay=0.0
-        )
-    return [WeightNormOptimizer(model, kind, where=in_blocks, others=others, **options)]
+        adam = partial(torch.optim.AdamW, betas=betas, weight_decay=0.0)
+        lengths = partial(adam, lr=config.length_rate)
+        options = {"weight_decay_on": "w", "retract": config.retract, "lengths": lengths}
+    return [WeightNormOptimizer(model, inner, where=in_blocks, others=others, **options)]
 
 
 def in_blocks(name: str, module: nn.Module) -> bool:

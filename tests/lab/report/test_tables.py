@@ -136,16 +136,24 @@ def test_a_diverged_run_has_no_number_and_no_point(run):
 
 
 def test_settings_that_compare_are_shown_and_others_folded(run, pair):
-    records = [*pair, run(label="cpu+epochs=3", epochs=3), run(preset="demo", width=0.1)]
+    """Of two that compare, one is folded if the other has more seeds and no fewer epochs."""
+    demo = run(preset="demo", width=0.1)
+    records = [*pair, run(label="cpu+epochs=3", epochs=3), demo]
+    for epochs in (2, 8):
+        usual = {"label": f"cpu+epochs={epochs}", "epochs": epochs}
+        records += [run(**usual, parameterization=kind) for kind in ("standard", "weight-norm")]
     found = parts(records)
     assert {title: part.folded for title, part in found.items()} == {
         "classify: cpu": False,
+        "classify: cpu+epochs=8": False,
+        "classify: cpu+epochs=2": True,
         "classify: cpu+epochs=3": True,
         "classify: demo": True,
     }
     (more,) = experiment_section(records).unfolded
     assert more.body["setting"].tolist() == ["cpu+epochs=3", "demo"]
-    assert not parts(records[-1:])["classify: demo"].folded  # there is nothing else to show
+    (alone,) = parts([demo]).values()
+    assert not alone.folded  # there is nothing else to show
 
 
 def test_provenance_shows_common_and_differing_values(run):

@@ -114,7 +114,8 @@ class DeviceUnits:
         if not numbers:
             return
         w, weights = self._list(numbers), [self.weights[i] for i in numbers]
-        idle = [i for i in numbers if every and gradients and not self.weights[i].has_grad()]
+        tracks = numbers if every and gradients else []
+        idle = [i for i in tracks if not self.weights[i].has_grad()]
         before = [self.weights[i].x.clone() for i in idle]
         grad = [weight.take_gradient() if gradients else None for weight in weights]
         grad_g = torch.empty_like(self.g)

@@ -39,9 +39,10 @@ class Weights:
         self.x, self.units, self.narrow, self.first, self.fan_in = x, units, narrow, first, fan_in
         self.shapes = [each.shape(w.shape) for each, w in zip(units, x, strict=True)]
         self.counts = [math.prod(shape) for shape in self.shapes]
-        rows = [u.are_rows and w.ndim == 2 for u, w in zip(units, x, strict=True)]
-        self.are_rows = all(rows)
-        self.fused = [is_row and _has_fused_kernel(w) for is_row, w in zip(rows, x, strict=True)]
+        self.rows = [u.are_rows and w.ndim == 2 for u, w in zip(units, x, strict=True)]
+        self.are_rows = all(self.rows)
+        kinds = zip(self.rows, x, strict=True)
+        self.fused = [is_rows and _has_fused_kernel(w) for is_rows, w in kinds]
         """Whether torch's kernel computes eq. 3."""
         last = [start + count for start, count in zip(first, self.counts, strict=True)]
         self.columns: slice | Tensor = slice(first[0], last[-1])
@@ -67,11 +68,11 @@ class Weights:
     def lengths(self) -> Tensor:
         """Return the length of every unit as a column; NaN where a sum of squares overflows."""
         lengths = self.x[0].new_empty(sum(self.counts), 1)
-        for x, units, column in zip(self.x, self.units, self.split(lengths), strict=True):
-            if units.are_rows and x.ndim == 2:
-                torch.linalg.vector_norm(x, 2, 1, True, out=column)
+        for k, column in enumerate(self.split(lengths)):
+            if self.rows[k]:
+                torch.linalg.vector_norm(self.x[k], 2, 1, True, out=column)
             else:
-                torch.sqrt(units.sum(x.square()), out=column)
+                torch.sqrt(self.units[k].sum(self.x[k].square()), out=column)
         return overflow_is_nan(lengths)
 
     def scale(self, factor: Tensor) -> None:
@@ -154,7 +155,7 @@ def to_directions(
             grad[k], slope = _gradients(
                 grad_w, x, gains[k], units, lengths[k], products[k], project=project
             )
-        slopes.append(slope if slope.shape == (w.counts[k], 1) else slope.reshape(-1, 1))
+        slopes.append(slope if w.rows[k] else slope.reshape(-1, 1))
         del grad_w  # or ∇w would keep its memory while the next ∇v is formed
     grad_g[w.columns] = torch.cat(slopes) * own if log else torch.cat(slopes)
     w.scale(scale)

@@ -1,4 +1,7 @@
-"""Run a function on several gloo ranks, one process each, and collect the results."""
+"""Run a function on several gloo ranks, one process each, and collect the results.
+
+Tests that do so are in the xdist group "clusters", so that there is one pool of processes.
+"""
 
 import multiprocessing.connection
 import os

@@ -291,11 +291,11 @@ OPTIMIZERS = {
     "adamw standard": Style("AdamW", STYLES["standard"].color, "o"),
     "adamw weight-norm": Style("AdamW, weight norm", BLUE, "^"),
     "muon standard": Style("Muon", STYLES["batch-norm"].color, "s"),
-    "muon weight-norm": Style("Muon, weight norm (Muown)", GREEN, "v"),
+    "muon weight-norm": Style("Muon, weight norm", GREEN, "v"),
     "muown weight-norm": Style("Muown, as published", "#b2182b", "P"),
     "hyperball weight-norm": Style("Adam, fixed norm (Hyperball)", PURPLE, "D"),
     f"adamw weight-norm{RESTORED}": Style("AdamW, weight norm, ‖v‖ restored", "#a6611a", "x"),
-    f"muon weight-norm{RESTORED}": Style("Muon, weight norm (Muown), ‖v‖ restored", "#7f7f7f", "x"),
+    f"muon weight-norm{RESTORED}": Style("Muon, weight norm, ‖v‖ restored", "#7f7f7f", "x"),
 }
 
 

@@ -166,7 +166,8 @@ def block():
 
 def storages():
     gc.collect()
-    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    found = (x for x in gc.get_objects() if isinstance(x, torch.Tensor))
+    tensors = [x for x in found if x.layout is torch.strided]
     return {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
 
 

@@ -85,10 +85,9 @@ def test_record_of_a_run(reference):
         assert not list(record.folder.glob("replay*"))
 
 
+@pytest.mark.parametrize("reference", RELATIVE, indirect=True)
 def test_two_ranks_equal_one_process(reference, tmp_path):
     name, runs = reference
-    if name == "dqn":
-        pytest.skip("DQN is one process")
     spread(2, *command(name, tmp_path))
     one, two = (load_record(run_folder(each)) for each in (runs, tmp_path))
     assert (one.environment["ranks"], two.environment["ranks"]) == (1, 2)

@@ -46,7 +46,14 @@ from weightnorm.lab.environment import (
     random_state,
     set_random_state,
 )
-from weightnorm.lab.errors import ConfigError, Diverged, Interrupted, RecordError, RunError
+from weightnorm.lab.errors import (
+    ConfigError,
+    Diverged,
+    Interrupted,
+    LabError,
+    RecordError,
+    RunError,
+)
 from weightnorm.lab.files import (
     load_state,
     lock_folder,
@@ -266,7 +273,7 @@ class Run:
             self.totals = {name: total.to(self._sums_device) for name, total in totals.items()}
             self.seconds = state["seconds"]
             set_random_state(state["random"][self.ranks.rank], self.device)
-        except ConfigError:
+        except LabError:  # of other settings, or of data beside the checkpoint
             raise
         except (KeyError, OSError, RuntimeError, ValueError) as error:
             raise RunError(

@@ -219,7 +219,7 @@ def figure(
     Figures of a claim with the same `panels` are panels of one figure with that title.
     """
     axes = {"title": title, "x": x, "y": y, "log_x": log_x, "log_y": log_y, "panels": panels}
-    return {**axes, "series": series, "cap": None}  # older records capped values
+    return {**axes, "series": series}
 
 
 # Measuring

@@ -186,7 +186,7 @@ def describe(rows: Iterable[Row]) -> str:
 def _described(row: Row) -> str:
     head = f"{row['id']:>5}  "
     verdict = f"{row['verdict']} (n = {row['n']})"
-    if row.get("kind") == "identity":
+    if row["kind"] == "identity":
         return _wrapped(head, f"{verdict}: {row['statement']}. {row['value']}")
     lines = [_wrapped(head, row["statement"])]
     fields = (("paper", row["paper"]), ("rule", row["rule"]), ("here", row["value"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -10,14 +9,13 @@ from itertools import cycle, groupby
 from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from weightnorm.lab.claims.rows import latest_rows
 from weightnorm.lab.records import Row, RunRecord
 from weightnorm.lab.report.figures import draw, legend, panels, scale
-from weightnorm.lab.report.style import INK, STYLES, Style, slug
+from weightnorm.lab.report.style import STYLES, Style, slug
 from weightnorm.lab.report.tables import Item, frame
 
 SIZES = {
@@ -55,17 +53,16 @@ def summary(record: RunRecord) -> list[str]:
     return [
         f"{sum(row.get('kind') == kind for row in rows)} {title}: {found}."
         for kind, title in titles.items()
-        if (found := tally([row for row in rows if row.get("kind") == kind]))
+        if (found := tally([row for row in rows if row["kind"] == kind]))
     ]
 
 
 def items(record: RunRecord) -> Iterator[Item]:
     """Yield the verdicts; on request what was measured, the rules, and the figures."""
     rows = latest_rows(record.metrics)
-    found = [row for row in rows if row.get("kind") == "finding"]
+    found = [row for row in rows if row["kind"] == "finding"]
     verdicts = [
-        {"claim": statement(row), "n": str(row["n"]), "verdict": row["verdict"]}
-        for row in found or rows
+        {"claim": statement(row), "n": str(row["n"]), "verdict": row["verdict"]} for row in found
     ]
     if verdicts:
         yield Item("Verdicts", frame(verdicts))
@@ -76,10 +73,10 @@ def items(record: RunRecord) -> Iterator[Item]:
     identities = [
         {"identity": statement(row), "largest deviation": row["value"], "verdict": row["verdict"]}
         for row in rows
-        if row.get("kind") == "identity"
+        if row["kind"] == "identity"
     ]
     if identities:
-        yield Item("Identities", frame(identities), folded=bool(found))
+        yield Item("Identities", frame(identities), folded=True)
     for row in rows:
         # Figures with the same title of panels are one figure.
         for title, each in groupby(row.get("figures") or (), lambda x: x.get("panels", "")):
@@ -159,8 +156,6 @@ def claim_figure(row: Row, figures: Sequence[dict[str, Any]]) -> Figure:
             band = (series["low"], series["high"]) if series.get("low") else None
             names.setdefault(style.name, draw(axes, series["x"], series["y"], style, band))
         axes.set_xlabel(figure["x"])
-        if "cap" not in figure and row["number"] == 6:
-            mark_cap(axes)
     grid[0].set_ylabel(figures[0]["y"])
     for axes, figure in zip(grid, figures, strict=True):
         scale(axes, figure.get("log_x", False), figure.get("log_y", False))
@@ -168,15 +163,6 @@ def claim_figure(row: Row, figures: Sequence[dict[str, Any]]) -> Figure:
     words = "; line: mean over seeds; band: range over seeds" if bands else ""
     legend(drawing, names, f"n = {row['n']}{words}")
     return drawing
-
-
-def mark_cap(axes: Axes) -> None:
-    """Mark the value at which losses are capped in older records: that of chance."""
-    cap = math.log(10)
-    if axes.dataLim.y1 >= cap * (1 - 1e-9):
-        axes.axhline(cap, color=INK, linestyle=":", linewidth=1)
-        at, words = ("axes fraction", "data"), "capped here: chance, or diverged"
-        axes.annotate(words, (0.01, cap), fontsize=9, va="bottom", xycoords=at)
 
 
 def line_styles(names: list[str]) -> list[Style]:

@@ -174,7 +174,7 @@ def run(environment: Environment, interpreter: Path, title: str) -> Record:
             pip = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
             _call([interpreter, "-m", "venv", "--clear", folder], output)
             own = [f"torch=={environment.torch}", *environment.packages]
-            _call([*pip, *own, "--editable", f"{ROOT}[test]"], output)
+            _call([*pip, *own, "--editable", f"{ROOT}[test,lab]"], output)
             _call([*pip, "--no-deps", "timm"], output)
             (folder / "installed").touch()
         print(f"{title}: testing; log: {log}", flush=True)

@@ -283,7 +283,7 @@ class InPlaceWeight:
             if self.narrow is not None:
                 self.narrow.copy_(self.x)
         if log:
-            self.g.detach().clamp_min_(torch.finfo(g.dtype).tiny).log_()
+            local(self.g.detach()).clamp_min_(torch.finfo(self.g.dtype).tiny).log_()
 
     def parts(self, log: bool) -> Parts:
         """Return v and g as new tensors."""

@@ -137,6 +137,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Compute in the tensors' own types: autocast would round sums and products of matrices."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    # torch 2.9 cannot compile `is_autocast_available`. Only devices that have it are compiled for.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    if available and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()

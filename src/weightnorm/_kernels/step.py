@@ -176,7 +176,7 @@ def _fused_gradients(
     grad_w = grad_w if grad_w.dtype is x.dtype else grad_w.to(x.dtype)
     grad_v, grad_g = fused_weight_norm_backward(grad_w, x, gain, length, 0)
     # A view of a bucket of gradients, say, is overwritten: its memory would not be freed.
-    is_view = grad_w.untyped_storage().nbytes() > grad_w.nbytes
+    is_view = grad_w.untyped_storage().nbytes() > grad_w.numel() * grad_w.element_size()
     return grad_w.copy_(grad_v) if is_view else grad_v, grad_g
 
 

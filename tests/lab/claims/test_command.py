@@ -9,7 +9,7 @@ from rich.console import Console
 from commands import HANGS, started, wait_for, weightnorm
 from weightnorm.lab.claims import norm_growth
 from weightnorm.lab.claims.claim import CLAIMS
-from weightnorm.lab.claims.rows import latest_rows
+from weightnorm.lab.claims.rows import NEEDED, latest_rows
 from weightnorm.lab.claims.runner import listing, measure
 from weightnorm.lab.cli import main
 from weightnorm.lab.errors import RunError
@@ -142,8 +142,7 @@ def test_a_failed_claim_does_not_stop_the_others(monkeypatch, tmp_path):
 
 
 def test_a_claim_measured_again_replaces_all_its_statements():
-    row = {"section": "", "statement": "", "paper": "", "value": "", "verdict": "", "n": 1}
-    old = {"number": 18, **row}
-    first, second = ([{"id": f"18.{i}", "number": 18, "measured_at": at, **row} for i in (1, 2)]
-                     for at in ("a", "b"))  # fmt: skip
-    assert latest_rows([old, *first, *second]) == [{"rule": "", **x} for x in second]
+    row = {**dict.fromkeys(NEEDED, ""), "number": 18, "n": 1}
+    first, second = ([{**row, "id": f"18.{i}", "measured_at": at} for i in (1, 2)] for at in "ab")
+    damaged = {"id": "18.1", "number": 18, "measured_at": "c"}
+    assert latest_rows([*first, *second, damaged]) == second

@@ -252,7 +252,7 @@ class WeightNormOptimizer(torch.optim.Optimizer):
             before = [u.copies() for u in self._units] if self._normalize_update else []
             for inner in self._inner.optimizers:
                 inner.step()
-            for units, copies in zip(self._units, before, strict=False):
+            for units, copies in zip(self._units[: len(before)], before, strict=True):
                 rates = [self._group_of(units.weights[i])["lr"] for i in units.graded]
                 units.normalize_update(copies, rates)
         finally:

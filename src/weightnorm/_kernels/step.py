@@ -120,7 +120,7 @@ def to_directions(
         log: whether `g` has s = log g.
         project: False for ∇v = (g/‖v‖)∇w.
     """
-    for x, now in zip(w.x, w.narrow, strict=False):
+    for x, now in zip(w.x[: len(w.narrow)], w.narrow, strict=True):
         x.copy_(latest(x, now))
     length = w.lengths() if sums is None else overflow_is_nan(sums[w.columns, :1].sqrt())
     stored = g[w.columns]
@@ -220,7 +220,7 @@ def to_weights(
         length = torch.where(zero, norm[w.columns], length)
     w.scale(factor)
     norm[w.columns] = length
-    for x, now in zip(w.x, w.narrow, strict=False):
+    for x, now in zip(w.x[: len(w.narrow)], w.narrow, strict=True):
         now.copy_(x)
 
 

@@ -329,9 +329,15 @@ def claim_row(id, kind="finding", **changes):
     names = ("standard", "weight-norm", "weight-norm-log")
     curves = [{"name": name, "x": [0.01, 0.1], "y": [1, 2], "low": [0, 1]} for name in names]
     curves = [curve | {"high": curve["y"]} for curve in curves]
-    figure = {"cap": None, "title": "", "x": "rate", "y": "loss", "log_x": True, "series": curves}
+    figure = {"title": "", "x": "rate", "y": "loss", "log_x": True, "series": curves}
     panels = [{**figure, "title": f"width {n}", "panels": "by width"} for n in (32, 128, 512)]
-    row = {"section": "2", "statement": "It holds", "paper": "much", "rule": "above 0"}
+    row = {
+        "section": "2",
+        "statement": "It holds",
+        "paper": "much",
+        "rule": "above 0",
+        "measured_at": "",
+    }
     row |= {"value": "weight-norm -1 [-2, 0], batch-norm 3 [2, 4]", "verdict": "reproduced"}
     number = int(id.partition(".")[0])
     return {**row, "id": id, "number": number, "kind": kind, "n": 3, "figures": panels, **changes}

@@ -165,14 +165,19 @@ def claim_figure(row: Row, figures: Sequence[dict[str, Any]]) -> Figure:
     return drawing
 
 
+OTHERS = (Style("", "#e69f00", "P"), Style("", "#56b4e9", "X"), Style("", "#7f7f7f", "p"))
+"""Styles of further lines, without a name."""
+
+
 def line_styles(names: list[str]) -> list[Style]:
     """Return the style of each line.
 
     The name up to a comma is a parameterization, which has its usual style; any other line takes
-    the style of a parameterization that is not in the figure.
+    the style of a parameterization that is not in the figure, then one of `OTHERS`.
     """
     kinds = [name.partition(",")[0] for name in names]
-    free = cycle([style for kind, style in STYLES.items() if kind not in kinds] or STYLES.values())
+    unused = (style for kind, style in STYLES.items() if kind not in kinds)
+    free = cycle([*unused, *OTHERS])
     styles = []
     for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
         first = kind in STYLES and kind not in kinds[:index]
